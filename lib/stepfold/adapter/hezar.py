@@ -7,18 +7,16 @@ equinox.
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
 import jax
-import numpy as np
 import optax
-from jax.experimental.multihost_utils import process_allgather
 
 from stepfold.adapter import from_arguments, loading, run, setup
-from stepfold.adapter.epochs import read_dataloader
+from stepfold.adapter.epochs import call_evaluate, evaluation_batches, make_loader
 from stepfold.adapter.hezar_config import (
     TrainerConfig,
     check_best_metric,
@@ -28,97 +26,34 @@ from stepfold.adapter.hezar_config import (
     make_arguments,
     make_optimizers,
     make_plan,
-    preprocessor_path,
+    save_preprocessor,
     with_loss_scale,
 )
 from stepfold.adapter.hezar_metrics import MetricConfig as MetricConfig
-from stepfold.adapter.hezar_metrics import MetricsHandler
-from stepfold.adapter.hooks import StopOnSkipped
+from stepfold.adapter.hezar_metrics import Recorder, read_handler
+from stepfold.adapter.hooks import LossTracker, StopOnSkipped
 from stepfold.adapter.models import Model as Model
 from stepfold.adapter.models import call_model, loss_in, make_loss, split_batch, split_model
-from stepfold.adapter.steps import name_in_run
 from stepfold.adapter.validation import check_functions
 from stepfold.core.validation import read_instance, read_integer
 from stepfold.data.batches import batches
 from stepfold.data.prefetch import prefetch
-from stepfold.errors import DataError, refuse
+from stepfold.errors import refuse
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.fit import FitResult, fit
-from stepfold.loop.hooks.base import BaseHook, Event
 from stepfold.loop.hooks.progress import progress
 from stepfold.loop.metrics import metric_values
 from stepfold.loop.run_info import move_previous_run
 from stepfold.loop.writers.combinators import log_to
-from stepfold.tree import describe_value
-
-
-class LossTracker(BaseHook):
-    """Average the loss over all examples since the start of the training."""
-
-    run_state = ("_total", "_weight")
-
-    def __init__(self) -> None:
-        self._total = self._weight = 0.0
-
-    @property
-    def average(self) -> float:
-        """The average, or NaN before the first step."""
-        return self._total / self._weight if self._weight else math.nan
-
-    def reset(self, step: int) -> None:
-        if not step:  # otherwise the training continues
-            self._total = self._weight = 0.0
-
-    def __call__(self, event: Event) -> None:
-        losses = np.asarray(event.per_step.get("train/loss", ()), np.float64)
-        weights = np.asarray(event.weights.get("train/loss", np.ones(len(losses))), np.float64)
-        self._total += float(np.where(weights, losses, 0.0) @ weights)
-        self._weight += float(weights.sum())
-
-
-class _Recorder:
-    """An evaluation step that keeps the predictions and the labels of all examples."""
-
-    def __init__(self, measure: Any, generate: Callable[[Any], Any] | None) -> None:
-        self._measure, self._generate, self.lower = measure, generate, measure.lower
-        self.predictions: list[Any] = []
-        self.labels: list[Any] = []
-
-    def __call__(self, state: Any, batch: Any) -> Any:
-        metrics, predictions, labels, mask = self._measure(state, batch)
-        if labels is None:
-            advice = "name them so, or override prepare_input_batch"
-            refuse("batch", "labels, to compute metrics of", "none", advice, kind=DataError)
-        rows = _rows(labels)
-        if self._generate is not None:
-            predictions = self._generate(batch)
-        is_list = isinstance(predictions, list | tuple)
-        predicted = list(predictions) if is_list else _rows(predictions)
-        if len(predicted) != len(rows):
-            expected = f"a prediction for each of {len(rows)} examples"
-            refuse("evaluate", expected, f"{len(predicted)}", kind=DataError)
-        kept = np.ones(len(rows), bool) if mask is None else _to_host(mask)
-        self.predictions += [x for x, is_kept in zip(predicted, kept, strict=True) if is_kept]
-        self.labels += [x for x, is_kept in zip(rows, kept, strict=True) if is_kept]
-        return metrics
-
-
-def _rows(arrays: Any) -> list[Any]:
-    """Return the examples of a batch, on the host."""
-    arrays = jax.tree.map(_to_host, arrays)
-    count = loading.num_rows(arrays)
-    return [jax.tree.map(lambda leaf: leaf[i], arrays) for i in range(count)]  # noqa: B023
-
-
-def _to_host(array: Any) -> np.ndarray:
-    """Return an array with the rows of all processes."""
-    is_local = getattr(array, "is_fully_addressable", True)
-    return np.asarray(array if is_local else process_allgather(array, tiled=True))
 
 
 def _evaluation_loss(bound: Any, batch: Any) -> Any:
     """Compose the traced methods of a trainer, without those of the training alone."""
     return bound.compute_loss(bound.forward(batch), _labels_of(batch))
+
+
+def _training_loss(bound: Any, batch: Any) -> Any:
+    return bound.training_step(batch)
 
 
 def _labels_of(batch: Any) -> Any:
@@ -144,7 +79,7 @@ class Trainer:
       loaded, not_loaded: the paths that were loaded from `init_weights_from`, and why others were
         not.
 
-    >>> import jax.numpy as jnp, optax
+    >>> import jax.numpy as jnp, numpy as np, optax
     >>> model = Model(lambda params, x: x @ params["w"], {"w": jnp.zeros(2)}, optax.squared_error)
     >>> config = TrainerConfig(num_epochs=3, batch_size=2, optimizer="sgd", learning_rate=1.0)
     >>> data = [(x, y) for x, y in zip(np.eye(2, dtype="float32"), np.float32([1, -1]))]
@@ -198,14 +133,14 @@ class Trainer:
         check_functions(data_collator=data_collator, generate=generate)
         self.config, self.eval_dataset, self.preprocessor = config, eval_dataset, preprocessor
         self.train_dataset, self.data_collator = train_dataset, data_collator
-        self._save_preprocessor = find_save_method(preprocessor)
+        find_save_method(preprocessor)
         self.key: jax.Array | None = None
         self.result: FitResult | None = None
         self.loss_tracker = LossTracker()
         self._may_resume = bool(config.resume_from_checkpoint)
         devices = find_devices(config)
         self._arguments = arguments = make_arguments(config, len(devices))
-        self.metrics_handler = self._read_handler(metrics_handler)
+        self.metrics_handler = read_handler(metrics_handler, config.metrics, preprocessor)
         is_custom = metrics_handler is not None
         evaluates = config.do_evaluate and eval_dataset is not None
         check_best_metric(config, arguments, is_custom=is_custom, evaluates=evaluates)
@@ -214,7 +149,11 @@ class Trainer:
         self._generate = generate or ((lambda model, x: model.generate(x)) if has_own else None)
         if config.evaluate_with_generate and self._generate is None:
             refuse("evaluate_with_generate", "generate=, a function (model, batch)", "none")
-        self.train_dataloader = self._prepare(self.create_train_dataloader(train_dataset))
+        self.train_dataloader, self._epoch_steps = make_loader(
+            self.create_train_dataloader(train_dataset),
+            lambda batch: self.prepare_input_batch(batch),
+            "create_train_dataloader",
+        )
         plan = make_plan(config, arguments, self._epoch_steps)
         tx, schedule = make_optimizers(config, arguments, plan.steps or 0, optimizer, lr_scheduler)
         self.optimizer, self.lr_scheduler = tx, schedule
@@ -222,7 +161,7 @@ class Trainer:
             tx = optax.GradientTransformation(tx.init, lambda *args: self.optimization_step(*args))
         parts = setup.make_parts(
             arguments, devices=devices, rules=None, initial=params, finetune=True, stateful=False,
-            loss_fn=make_loss(lambda bound, x: bound.training_step(x), self._bind, is_training=True),
+            loss_fn=make_loss(_training_loss, self._bind, is_training=True),
             eval_loss_fn=make_loss(_evaluation_loss, self._bind, is_training=False),
             dataset_train=None, dataset_eval=None, data_collator=None, given_scheduler=None,
         )  # fmt: skip
@@ -254,15 +193,13 @@ class Trainer:
         A second call continues from the state of the trainer, so a complete run stays as it is.
         """
         arguments, parts, total = self._arguments, self._parts, self._parts.plan.steps or 0
-        is_first, is_writer = self.result is None, jax.process_index() == 0
+        is_first = self.result is None
         start = run.find_start(arguments, parts, self.state, None, {}, is_first=is_first)
         if start.source is not None:
             self.state = start.state
             loading.seek(self.train_dataloader, start.data, int(self.state.step))
         self._may_resume = start.may_resume
-        if self._save_preprocessor and self.config.output_dir is not None and is_writer:
-            preprocessor_path(self.config).mkdir(parents=True, exist_ok=True)
-            self._save_preprocessor(preprocessor_path(self.config))
+        save_preprocessor(self.config, self.preprocessor)
         if not self._overrides("inner_training_loop"):
             return self._run(total)
         average, epochs = self.loss_tracker.average, math.ceil(total / self._epoch_steps)
@@ -287,7 +224,7 @@ class Trainer:
         """Run until a step, with evaluations, hooks and checkpoints."""
         arguments, parts, evaluations = self._arguments, self._parts, []
         if self.config.do_evaluate and self.eval_dataset is not None:
-            evaluations.append(Evaluation(self._evaluate_state, every_epochs=1))
+            evaluations.append(Evaluation(partial(call_evaluate, self), every_epochs=1))
         limit = run.MAX_SKIPPED if from_arguments.precision(arguments).needs_loss_scale else 1
         hooks: list[Any] = [self.loss_tracker, StopOnSkipped(limit), progress()]
         if self.config.output_dir is not None and jax.process_index() == 0:
@@ -353,7 +290,8 @@ class Trainer:
 
     def optimization_step(self, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
         """Return the updates of the parameters, and the new state of the optimizer."""
-        return self.optimizer.update(grads, opt_state, params)
+        updates, new_state = self.optimizer.update(grads, opt_state, params)
+        return updates, new_state
 
     # Evaluation
 
@@ -362,58 +300,25 @@ class Trainer:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             refuse("eval_dataset", "data to evaluate on", "None")
-        loader = self._evaluation_batches(dataset)
+        collate, mesh = self._collator_of(dataset), self._parts.sharded_mesh
+        size, prepare = self._parts.plan.eval_batch, self.prepare_input_batch
+        loader = evaluation_batches(dataset, size, collate, prepare, mesh)
         if self.metrics_handler is None:
             return evaluate(self._measure_loss, self.state, loader)
         generate = None if self.config.evaluate_with_generate is False else self._generate
-        recorder = _Recorder(self._measure, generate and partial(generate, self.model))
+        recorder = Recorder(self._measure, generate and partial(generate, self.model))
         numbers: dict[str, Any] = evaluate(recorder, self.state, loader)
         computed = self.metrics_handler.compute_metrics(recorder.predictions, recorder.labels)
         expected = "compute_metrics to return numbers by name"
-        read_instance("metrics_handler", computed, Mapping, expected)  # type: ignore[type-abstract]
+        read_instance("metrics_handler", computed, Mapping, expected)
         return metric_values({**numbers, **computed})
 
     # Helpers
-
-    def _read_handler(self, handler: Any) -> Any:
-        """Return what computes metrics, or None."""
-        if handler is None:
-            decode = getattr(self.preprocessor, "decode", None)
-            return MetricsHandler(self.config.metrics, decode) if self.config.metrics else None
-        if self.config.metrics:
-            got = ", ".join(metric.name for metric in self.config.metrics)
-            refuse("metrics", "none with a metrics_handler", got, "leave out one of them")
-        if not callable(getattr(handler, "compute_metrics", None)):
-            expected = "an object with compute_metrics(predictions, labels)"
-            refuse("metrics_handler", expected, describe_value(handler))
-        return handler
-
-    def _prepare(self, loader: Any) -> loading.TrainingLoader:
-        """Apply `prepare_input_batch` to each batch, and count the steps of an epoch."""
-        loader = read_dataloader(loader)
-        steps = getattr(loader, "steps_per_epoch", None)
-        if steps is None:
-            expected = "batches of which each epoch has the same number"
-            refuse("create_train_dataloader", expected, describe_value(loader))
-        self._epoch_steps: int = steps
-        return loading.TrainingLoader(loader, lambda x: self.prepare_input_batch(x), steps)
 
     def _collator_of(self, dataset: Any) -> Any:
         sources = dataset, self.train_dataset
         own = (getattr(source, "data_collator", None) for source in sources)
         return self.data_collator or next(filter(None, own), None)
-
-    def _evaluation_batches(self, dataset: Any) -> Iterator[Any]:
-        loading.check_examples(dataset)
-        loader = batches(
-            dataset,
-            self._parts.plan.eval_batch,
-            epochs=1,
-            remainder="keep" if jax.process_count() == 1 else "pad",
-            collate=self._collator_of(dataset),
-        )
-        mesh = self._parts.sharded_mesh
-        return (loading.replicate_if_uneven(self.prepare_input_batch(x), mesh) for x in loader)
 
     def _measure_batch(self, state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
         """Return the metrics of a batch, with its predictions, labels and mask."""
@@ -428,13 +333,6 @@ class Trainer:
             predictions = self.metrics_handler.predict(predictions)
         mask = batch.get("mask") if isinstance(batch, Mapping) else None
         return self._eval_step(state, batch), predictions, _labels_of(batch), mask
-
-    def _evaluate_state(self, state: Any) -> dict[str, Any]:
-        """Call `evaluate` in a run."""
-        self.state = state
-        numbers = self.evaluate()
-        read_instance("evaluate", numbers, Mapping, "it to return metrics by name")  # type: ignore[type-abstract]
-        return {name_in_run(name): value for name, value in numbers.items()}
 
     @property
     def _loss_fn(self) -> Any:

@@ -4,8 +4,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
 import jax
 import optax
@@ -29,7 +28,7 @@ from stepfold.adapter.hezar_metrics import TASKS, MetricConfig, read_metrics
 from stepfold.adapter.models import refuse_torch
 from stepfold.adapter.optimizers import find_optimizer, parse_scheduler
 from stepfold.adapter.sizes import Plan, plan
-from stepfold.checkpoint.steps import is_url
+from stepfold.checkpoint.steps import absolute_path, is_url
 from stepfold.core.metric_modes import known_mode
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.precision import LossScaled, dynamic_loss_scale
@@ -172,17 +171,20 @@ def find_devices(config: TrainerConfig) -> Sequence[jax.Device]:
     return devices if config.distributed else [chosen]
 
 
+_SAME = ("seed", "optimizer", "learning_rate", "weight_decay", "gradient_accumulation_steps",
+         "mixed_precision", "init_weights_from", "log_steps", "metric_for_best_model",
+         "resume_from_checkpoint")  # fmt: skip
+_OF_OUTPUT = ("output_dir", "save_steps", "checkpoints_dir", "logs_dir")
+
+
 def make_arguments(config: TrainerConfig, devices: int) -> TrainingArguments:
     """Describe the run by `TrainingArguments`, which has the sizes of a step over all devices."""
     options = dict(config.lr_scheduler_kwargs)
     warmup = options.pop("warmup_steps", 0)
     size = config.batch_size * devices
     has_output = config.output_dir is not None
-    names = (
-        "output_dir seed optimizer learning_rate weight_decay gradient_accumulation_steps "
-        "mixed_precision init_weights_from save_steps log_steps checkpoints_dir logs_dir"
-    ).split()
-    same = {name: getattr(config, name) for name in names if is_changed_or_set(config, name)}
+    same = {name: getattr(config, name) for name in _SAME}
+    same |= {name: getattr(config, name) for name in _OF_OUTPUT if has_output}
     return TrainingArguments(
         **same,
         scheduler=config.lr_scheduler,
@@ -194,16 +196,8 @@ def make_arguments(config: TrainerConfig, devices: int) -> TrainingArguments:
         auto_shard_states=False,
         save_strategy="epoch" if has_output else None,
         report_to=("csv", "tensorboard") if has_output else (),
-        metric_for_best_model=config.metric_for_best_model,
-        resume_from_checkpoint=config.resume_from_checkpoint,
         resume_if_possible=bool(config.resume_from_checkpoint),
     )
-
-
-def is_changed_or_set(config: TrainerConfig, name: str) -> bool:
-    """Whether a field has a value that the arguments need."""
-    is_file = name in ("checkpoints_dir", "logs_dir", "save_steps")
-    return getattr(config, name) is not None and not (is_file and config.output_dir is None)
 
 
 def make_plan(config: TrainerConfig, arguments: TrainingArguments, epoch_steps: int) -> Plan:
@@ -306,9 +300,13 @@ def find_save_method(preprocessor: Any) -> Callable[[Any], Any] | None:
     return save
 
 
-def preprocessor_path(config: TrainerConfig) -> Path:
-    """Return the folder of the preprocessor, next to that of the checkpoints."""
-    return Path(config.output_dir or ".") / "preprocessor"
+def save_preprocessor(config: TrainerConfig, preprocessor: Any) -> None:
+    """Save a preprocessor next to the checkpoints, if there are any."""
+    save = find_save_method(preprocessor)
+    if save is not None and config.output_dir is not None and jax.process_index() == 0:
+        path = absolute_path("output_dir", config.output_dir) / "preprocessor"
+        path.mkdir(parents=True, exist_ok=True)
+        save(path)
 
 
 def epoch_of(step: int, epoch_steps: int) -> int:

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 
 from stepfold import tree
+from stepfold.adapter.loading import num_rows
 from stepfold.core.validation import read_choice, suggest
 from stepfold.errors import DataError, refuse
 
@@ -110,6 +113,52 @@ class MetricsHandler:
         return both[0], both[1]
 
 
+# Predictions
+
+
+class Recorder:
+    """An evaluation step that keeps the predictions and the labels of all examples."""
+
+    def __init__(self, measure: Any, generate: Callable[[Any], Any] | None) -> None:
+        self._measure, self._generate, self.lower = measure, generate, measure.lower
+        self.predictions: list[Any] = []
+        self.labels: list[Any] = []
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        metrics, predictions, labels, mask = self._measure(state, batch)
+        if labels is None:
+            advice = "name them so, or override prepare_input_batch"
+            refuse("batch", "labels, to compute metrics of", "none", advice, kind=DataError)
+        rows = _rows(labels)
+        if self._generate is not None:
+            predictions = self._generate(batch)
+        is_list = isinstance(predictions, list | tuple)
+        predicted = list(predictions) if is_list else _rows(predictions)
+        if len(predicted) != len(rows):
+            expected = f"a prediction for each of {len(rows)} examples"
+            refuse("evaluate", expected, f"{len(predicted)}", kind=DataError)
+        kept = np.ones(len(rows), bool) if mask is None else _to_host(mask)
+        self.predictions += [x for x, is_kept in zip(predicted, kept, strict=True) if is_kept]
+        self.labels += [x for x, is_kept in zip(rows, kept, strict=True) if is_kept]
+        return metrics
+
+
+def _rows(arrays: Any) -> list[Any]:
+    """Return the examples of a batch, on the host."""
+    arrays = jax.tree.map(_to_host, arrays)
+    count = num_rows(arrays)
+    return [jax.tree.map(lambda leaf: leaf[i], arrays) for i in range(count)]  # noqa: B023
+
+
+def _to_host(array: Any) -> np.ndarray:
+    """Return an array with the rows of all processes."""
+    is_local = getattr(array, "is_fully_addressable", True)
+    return np.asarray(array if is_local else process_allgather(array, tiled=True))
+
+
+# The metrics of a config
+
+
 def read_metrics(metrics: Any, task: str | None) -> list[MetricConfig]:
     """Return the metrics of a config; refuse those that the task does not have."""
     if not isinstance(metrics, list | tuple):
@@ -127,6 +176,20 @@ def read_metrics(metrics: Any, task: str | None) -> list[MetricConfig]:
     if len({*names}) < len(names):
         refuse("metrics", "each metric once", ", ".join(names))
     return configs
+
+
+def read_handler(handler: Any, metrics: Sequence[MetricConfig], preprocessor: Any) -> Any:
+    """Return what computes the metrics of evaluations, or None."""
+    if handler is None:
+        decode = getattr(preprocessor, "decode", None)
+        return MetricsHandler(metrics, decode) if metrics else None
+    if metrics:
+        got = ", ".join(metric.name for metric in metrics)
+        refuse("metrics", "none with a metrics_handler", got, "leave out one of them")
+    if not callable(getattr(handler, "compute_metrics", None)):
+        expected = "an object with compute_metrics(predictions, labels)"
+        refuse("metrics_handler", expected, tree.describe_value(handler))
+    return handler
 
 
 def _read_metric(metric: Any) -> MetricConfig:

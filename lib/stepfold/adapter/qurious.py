@@ -15,7 +15,6 @@ import jax
 import optax
 from jax.sharding import SingleDeviceSharding
 
-from stepfold import tree
 from stepfold.adapter import setup
 from stepfold.adapter.epochs import EpochHook, make_evaluation, read_dataloader
 from stepfold.adapter.models import Model as Model
