@@ -24,6 +24,7 @@ from stepfold.adapter.hezar_config import (
     find_devices,
     find_save_method,
     make_arguments,
+    make_hooks,
     make_optimizers,
     make_plan,
     save_preprocessor,
@@ -31,7 +32,7 @@ from stepfold.adapter.hezar_config import (
 )
 from stepfold.adapter.hezar_metrics import MetricConfig as MetricConfig
 from stepfold.adapter.hezar_metrics import Recorder, read_handler
-from stepfold.adapter.hooks import LossTracker, StopOnSkipped
+from stepfold.adapter.hooks import LossTracker
 from stepfold.adapter.models import Model as Model
 from stepfold.adapter.models import call_model, loss_in, make_loss, split_batch, split_model
 from stepfold.adapter.validation import check_functions
@@ -41,10 +42,7 @@ from stepfold.data.prefetch import prefetch
 from stepfold.errors import refuse
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.fit import FitResult, fit
-from stepfold.loop.hooks.progress import progress
 from stepfold.loop.metrics import metric_values
-from stepfold.loop.run_info import move_previous_run
-from stepfold.loop.writers.combinators import log_to
 
 
 def _evaluation_loss(bound: Any, batch: Any) -> Any:
@@ -225,12 +223,8 @@ class Trainer:
         arguments, parts, evaluations = self._arguments, self._parts, []
         if self.config.do_evaluate and self.eval_dataset is not None:
             evaluations.append(Evaluation(partial(call_evaluate, self), every_epochs=1))
-        limit = run.MAX_SKIPPED if from_arguments.precision(arguments).needs_loss_scale else 1
-        hooks: list[Any] = [self.loss_tracker, StopOnSkipped(limit), progress()]
-        if self.config.output_dir is not None and jax.process_index() == 0:
-            if self._position == int(self.state.step):
-                move_previous_run(parts.logs_path, self._position)
-            hooks.append(log_to(from_arguments.writers(arguments)))
+        step = int(self.state.step)
+        hooks = make_hooks(arguments, parts, step, is_resumed=self._position > step)
         try:
             result = fit(
                 self._step,
@@ -240,7 +234,7 @@ class Trainer:
                 config=from_arguments.config_of(arguments),
                 evaluation=evaluations,
                 checkpoints=parts.checkpoint_manager,
-                hooks=hooks,
+                hooks=[self.loss_tracker, *hooks],
                 log_every=parts.plan.log_every,
                 resume=self._may_resume,
             )

@@ -23,10 +23,19 @@ from stepfold.adapter.fields import (
     is_changed,
     setting,
 )
-from stepfold.adapter.from_arguments import best_metric, make_optimizer, make_schedule, precision
+from stepfold.adapter.from_arguments import (
+    best_metric,
+    make_optimizer,
+    make_schedule,
+    precision,
+    writers,
+)
 from stepfold.adapter.hezar_metrics import TASKS, MetricConfig, read_metrics
+from stepfold.adapter.hooks import StopOnSkipped
 from stepfold.adapter.models import refuse_torch
 from stepfold.adapter.optimizers import find_optimizer, parse_scheduler
+from stepfold.adapter.parts import Parts
+from stepfold.adapter.run import MAX_SKIPPED
 from stepfold.adapter.sizes import Plan, plan
 from stepfold.checkpoint.steps import absolute_path, is_url
 from stepfold.core.metric_modes import known_mode
@@ -34,6 +43,10 @@ from stepfold.core.optimizer import as_optimizer
 from stepfold.core.precision import LossScaled, dynamic_loss_scale
 from stepfold.core.validation import read_choice, read_function, suggest
 from stepfold.errors import refuse
+from stepfold.loop.hooks.base import Hook
+from stepfold.loop.hooks.progress import progress
+from stepfold.loop.run_info import move_previous_run
+from stepfold.loop.writers.combinators import log_to
 from stepfold.tree import describe_value
 
 _METRICS = Rule("a list of names", lambda v: isinstance(v, list | tuple), tuple)
@@ -284,7 +297,20 @@ def check_best_metric(
         refuse("metric_for_best_model", expected, repr(given), "rename the metric")
 
 
-# The preprocessor
+# Hooks, and the preprocessor
+
+
+def make_hooks(
+    arguments: TrainingArguments, parts: Parts, step: int, *, is_resumed: bool
+) -> list[Hook]:
+    """Make the hooks that stop a run at a NaN, show its progress and write its metrics."""
+    needs_loss_scale = precision(arguments).needs_loss_scale
+    hooks: list[Hook] = [StopOnSkipped(MAX_SKIPPED if needs_loss_scale else 1), progress()]
+    if arguments.output_dir is not None and jax.process_index() == 0:
+        if not is_resumed:
+            move_previous_run(parts.logs_path, step)
+        hooks.append(log_to(writers(arguments)))
+    return hooks
 
 
 def find_save_method(preprocessor: Any) -> Callable[[Any], Any] | None:

@@ -192,6 +192,18 @@ def read_handler(handler: Any, metrics: Sequence[MetricConfig], preprocessor: An
     return handler
 
 
+def read_generate(
+    is_wanted: bool | None, generate: Callable[[Any, Any], Any] | None, model: Any
+) -> Callable[[Any, Any], Any] | None:
+    """Return the function of a model and a batch that predicts, or None for its outputs."""
+    if generate is None and callable(getattr(model, "generate", None)):
+        generate = lambda model, batch: model.generate(batch)
+    if is_wanted and generate is None:
+        expected = "generate=, a function (model, batch) -> predictions"
+        refuse("evaluate_with_generate", expected, "none")
+    return None if is_wanted is False else generate
+
+
 def _read_metric(metric: Any) -> MetricConfig:
     return metric if isinstance(metric, MetricConfig) else MetricConfig(metric)
 
