@@ -223,8 +223,8 @@ class Trainer:
         arguments, parts, evaluations = self._arguments, self._parts, []
         if self.config.do_evaluate and self.eval_dataset is not None:
             evaluations.append(Evaluation(partial(call_evaluate, self), every_epochs=1))
-        step = int(self.state.step)
-        hooks = make_hooks(arguments, parts, step, is_resumed=self._position > step)
+        may_resume = self._may_resume
+        hooks = make_hooks(arguments, parts, int(self.state.step), may_resume=may_resume)
         try:
             result = fit(
                 self._step,
@@ -236,7 +236,7 @@ class Trainer:
                 checkpoints=parts.checkpoint_manager,
                 hooks=[self.loss_tracker, *hooks],
                 log_every=parts.plan.log_every,
-                resume=self._may_resume,
+                resume=may_resume,
             )
         except BaseException as error:
             if hasattr(error, "result"):

@@ -141,6 +141,9 @@ class TrainerConfig:
         find_optimizer(self.optimizer)
         parse_scheduler(self.lr_scheduler or "none")
         object.__setattr__(self, "metrics", tuple(read_metrics(self.metrics, self.task)))
+        if (best := self.metric_for_best_model) is not None and known_mode(best) is None:
+            expected = "a name that says which value is better, as that of a loss does"
+            refuse("metric_for_best_model", expected, repr(best), "rename the metric")
         if self.init_weights_from is not None:
             _check_weights(self.init_weights_from)
         if isinstance(self.device, str):
@@ -272,7 +275,7 @@ def with_loss_scale(
 def check_best_metric(
     config: TrainerConfig, arguments: TrainingArguments, *, is_custom: bool, evaluates: bool
 ) -> None:
-    """Refuse a `metric_for_best_model` that is not measured, or of unknown direction.
+    """Refuse a `metric_for_best_model` that is not measured.
 
     `is_custom` says that a custom handler computes the metrics of evaluations.
     """
@@ -292,22 +295,29 @@ def check_best_metric(
             expected = f"one of {', '.join(names)}, with or without 'evaluation.', or 'train.loss'"
             advice = suggest(name, names) or "add it to metrics"
             refuse("metric_for_best_model", expected, repr(given), advice)
-    if known_mode(name) is None:
-        expected = "a name that says which value is better, as that of a loss or an accuracy does"
-        refuse("metric_for_best_model", expected, repr(given), "rename the metric")
 
 
 # Hooks, and the preprocessor
 
 
 def make_hooks(
-    arguments: TrainingArguments, parts: Parts, step: int, *, is_resumed: bool
+    arguments: TrainingArguments, parts: Parts, step: int, *, may_resume: bool
 ) -> list[Hook]:
-    """Make the hooks that stop a run at a NaN, show its progress and write its metrics."""
+    """Make the hooks that stop a run at a NaN, show its progress and write its metrics.
+
+    `step` is that of the state. Checkpoints that the run may not resume from are refused.
+    """
     needs_loss_scale = precision(arguments).needs_loss_scale
     hooks: list[Hook] = [StopOnSkipped(MAX_SKIPPED if needs_loss_scale else 1), progress()]
-    if arguments.output_dir is not None and jax.process_index() == 0:
-        if not is_resumed:
+    if parts.checkpoint_manager is None:
+        return hooks
+    newest = parts.checkpoint_manager.latest_step()
+    if newest is not None and not may_resume:
+        got = f"{arguments.output_dir} with one of step {newest}"
+        advice = "set resume_from_checkpoint=True, or give another output_dir"
+        refuse("output_dir", "a directory without checkpoints", got, advice)
+    if jax.process_index() == 0:
+        if newest is None or newest <= step:
             move_previous_run(parts.logs_path, step)
         hooks.append(log_to(writers(arguments)))
     return hooks
