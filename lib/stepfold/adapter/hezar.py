@@ -18,7 +18,6 @@ import optax
 from stepfold.adapter import from_arguments, loading, run, setup
 from stepfold.adapter.epochs import call_evaluate, evaluation_batches, make_loader
 from stepfold.adapter.hezar_config import (
-    TrainerConfig,
     check_best_metric,
     epoch_of,
     find_devices,
@@ -30,7 +29,9 @@ from stepfold.adapter.hezar_config import (
     save_preprocessor,
     with_loss_scale,
 )
+from stepfold.adapter.hezar_config import TrainerConfig as TrainerConfig
 from stepfold.adapter.hezar_metrics import MetricConfig as MetricConfig
+from stepfold.adapter.hezar_metrics import MetricsHandler as MetricsHandler
 from stepfold.adapter.hezar_metrics import Recorder, read_handler
 from stepfold.adapter.hooks import LossTracker
 from stepfold.adapter.models import Model as Model
