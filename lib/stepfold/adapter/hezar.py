@@ -17,6 +17,7 @@ import optax
 
 from stepfold.adapter import from_arguments, loading, run, setup
 from stepfold.adapter.epochs import call_evaluate, evaluation_batches, make_loader
+from stepfold.adapter.hezar_config import TrainerConfig as TrainerConfig
 from stepfold.adapter.hezar_config import (
     check_best_metric,
     epoch_of,
@@ -29,10 +30,9 @@ from stepfold.adapter.hezar_config import (
     save_preprocessor,
     with_loss_scale,
 )
-from stepfold.adapter.hezar_config import TrainerConfig as TrainerConfig
 from stepfold.adapter.hezar_metrics import MetricConfig as MetricConfig
 from stepfold.adapter.hezar_metrics import MetricsHandler as MetricsHandler
-from stepfold.adapter.hezar_metrics import Recorder, read_handler
+from stepfold.adapter.hezar_metrics import Recorder, read_generate, read_handler
 from stepfold.adapter.hooks import LossTracker
 from stepfold.adapter.models import Model as Model
 from stepfold.adapter.models import call_model, loss_in, make_loss, split_batch, split_model
@@ -144,10 +144,7 @@ class Trainer:
         evaluates = config.do_evaluate and eval_dataset is not None
         check_best_metric(config, arguments, is_custom=is_custom, evaluates=evaluates)
         params, self._build = split_model(model)
-        has_own = callable(getattr(model, "generate", None))
-        self._generate = generate or ((lambda model, x: model.generate(x)) if has_own else None)
-        if config.evaluate_with_generate and self._generate is None:
-            refuse("evaluate_with_generate", "generate=, a function (model, batch)", "none")
+        self._generate = read_generate(config.evaluate_with_generate, generate, model)
         self.train_dataloader, self._epoch_steps = make_loader(
             self.create_train_dataloader(train_dataset),
             lambda batch: self.prepare_input_batch(batch),
@@ -300,8 +297,8 @@ class Trainer:
         loader = evaluation_batches(dataset, size, collate, prepare, mesh)
         if self.metrics_handler is None:
             return evaluate(self._measure_loss, self.state, loader)
-        generate = None if self.config.evaluate_with_generate is False else self._generate
-        recorder = Recorder(self._measure, generate and partial(generate, self.model))
+        generate = self._generate and partial(self._generate, self.model)
+        recorder = Recorder(self._measure, generate)
         numbers: dict[str, Any] = evaluate(recorder, self.state, loader)
         computed = self.metrics_handler.compute_metrics(recorder.predictions, recorder.labels)
         expected = "compute_metrics to return numbers by name"
