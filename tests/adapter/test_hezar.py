@@ -365,6 +365,19 @@ def test_an_optimization_step_decides_the_update():
     assert bits(trainer.state.params["kernel"]) != bits(MODEL.params["kernel"])
 
 
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (lambda self: None, r"optimization_step: expected a method \(grads, opt_state, params\)"),
+        (lambda self, *args: args[0], r"expected it to return \(updates, opt_state\), got"),
+        (lambda self, *args: ({}, args[1]), "optimization_step: expected updates like the param"),
+    ],
+)
+def test_an_optimization_step_is_checked(method, message):
+    with pytest.raises(sf.StepfoldError, match=message):
+        train_only(type("Own", (Trainer,), {"optimization_step": method})).train()
+
+
 def test_a_run_logs_what_evaluate_returns():
     class Own(Trainer):
         def evaluate(self, eval_dataset=None):

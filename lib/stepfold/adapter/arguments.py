@@ -75,7 +75,7 @@ def by_any_name(cls: Class) -> Class:
     @functools.wraps(init)
     def init_by_any_name(self: Any, *args: Any, **kwargs: Any) -> None:
         if args:
-            expected = "fields by name, such as num_train_epochs=3"
+            expected = "fields by name, such as learning_rate=1e-3"
             refuse(type(self).__name__, expected, f"{args[0]!r:.80}")
         init(self, **_resolve_aliases(type(self), kwargs))
 

@@ -36,6 +36,7 @@ from stepfold.adapter.hezar_metrics import Recorder, read_generate, read_handler
 from stepfold.adapter.hooks import LossTracker
 from stepfold.adapter.models import Model as Model
 from stepfold.adapter.models import call_model, loss_in, make_loss, split_batch, split_model
+from stepfold.adapter.steps import with_update
 from stepfold.adapter.validation import check_functions
 from stepfold.core.validation import read_instance, read_integer
 from stepfold.data.batches import batches
@@ -140,9 +141,8 @@ class Trainer:
         devices = find_devices(config)
         self._arguments = arguments = make_arguments(config, len(devices))
         self.metrics_handler = read_handler(metrics_handler, config.metrics, preprocessor)
-        is_custom = metrics_handler is not None
         evaluates = config.do_evaluate and eval_dataset is not None
-        check_best_metric(config, arguments, is_custom=is_custom, evaluates=evaluates)
+        check_best_metric(config, arguments, metrics_handler, evaluates=evaluates)
         params, self._build = split_model(model)
         self._generate = read_generate(config.evaluate_with_generate, generate, model)
         self.train_dataloader, self._epoch_steps = make_loader(
@@ -154,7 +154,7 @@ class Trainer:
         tx, schedule = make_optimizers(config, arguments, plan.steps or 0, optimizer, lr_scheduler)
         self.optimizer, self.lr_scheduler = tx, schedule
         if self._overrides("optimization_step"):
-            tx = optax.GradientTransformation(tx.init, lambda *args: self.optimization_step(*args))
+            tx = with_update(tx, "optimization_step", self.optimization_step)
         parts = setup.make_parts(
             arguments, devices=devices, rules=None, initial=params, finetune=True, stateful=False,
             loss_fn=make_loss(_training_loss, self._bind, is_training=True),

@@ -273,12 +273,9 @@ def with_loss_scale(
 
 
 def check_best_metric(
-    config: TrainerConfig, arguments: TrainingArguments, *, is_custom: bool, evaluates: bool
+    config: TrainerConfig, arguments: TrainingArguments, handler: Any, *, evaluates: bool
 ) -> None:
-    """Refuse a `metric_for_best_model` that is not measured.
-
-    `is_custom` says that a custom handler computes the metrics of evaluations.
-    """
+    """Refuse a `metric_for_best_model` that is not measured; a custom handler may measure any."""
     metric, given = best_metric(arguments)[0], config.metric_for_best_model
     if metric is None:
         return
@@ -291,7 +288,7 @@ def check_best_metric(
             refuse("metric_for_best_model", f"an evaluation, to measure {given}", "none", advice)
         own: list[MetricConfig] = list(config.metrics)
         names = ["loss", *(each.name for each in own)]
-        if not is_custom and name not in names:
+        if handler is None and name not in names:
             expected = f"one of {', '.join(names)}, with or without 'evaluation.', or 'train.loss'"
             advice = suggest(name, names) or "add it to metrics"
             refuse("metric_for_best_model", expected, repr(given), advice)
