@@ -1,5 +1,6 @@
 """The trainer that Hezar documents: its methods, what subclasses override, and refusals."""
 
+import dataclasses
 import itertools
 import math
 import types
@@ -386,6 +387,9 @@ def test_a_run_logs_what_evaluate_returns():
     trainer = made(Own)
     trainer.train()
     assert trainer.result.history["eval/score"] == [10, 20]
+    empty = type("Own", (Trainer,), {"evaluate": lambda self: None})
+    with pytest.raises(sf.ConfigError, match="evaluate: expected it to return metrics by name"):
+        made(empty).train()
 
 
 # Models, datasets, collators
@@ -599,6 +603,19 @@ def test_predictions_of_a_generating_function():
     short = {**given, "generate": lambda model, batch: ["x"]}
     with pytest.raises(sf.DataError, match="expected a prediction for each of 20 examples, got 1"):
         made(Texts, short, metrics=["cer"]).evaluate()
+
+
+def test_options_of_a_metric_are_checked():
+    with pytest.raises(sf.ConfigError, match="average: expected one of 'macro', 'micro', 'wei"):
+        MetricConfig("f1", average="binary")
+    with pytest.raises(sf.ConfigError, match="metrics: expected one of 'accuracy', 'f1'"):
+        MetricConfig("f3")
+
+
+def test_a_config_may_be_changed():
+    changed = dataclasses.replace(config(metrics=["f1", MetricConfig("recall", "micro")]), seed=1)
+    assert changed.seed == 1
+    assert changed.metrics == (MetricConfig("f1"), MetricConfig("recall", "micro"))
 
 
 def test_metrics_need_labels():

@@ -260,21 +260,24 @@ def _class_metric(metric: MetricConfig, predictions: Sequence[Any], labels: Sequ
     if metric.name == "accuracy":
         return float(np.mean(predicted == wanted))
     classes = np.unique(np.concatenate([predicted, wanted]))
-    hits, found, present = (
-        np.array([np.sum(mask & (values == each)) for each in classes], np.float64)
-        for values, mask in (
-            (wanted, predicted == wanted),
-            (predicted, np.True_),
-            (wanted, np.True_),
-        )
-    )
+    hits = _counts(predicted[predicted == wanted], classes)
+    predictions_of, labels_of = _counts(predicted, classes), _counts(wanted, classes)
     if metric.average == "micro":
-        hits, found, present = (counts.sum(keepdims=True) for counts in (hits, found, present))
-    totals = {"precision": found, "recall": present, "f1": (found + present) / 2}
+        hits, predictions_of, labels_of = (
+            counts.sum(keepdims=True) for counts in (hits, predictions_of, labels_of)
+        )
+    totals = {
+        "precision": predictions_of,
+        "recall": labels_of,
+        "f1": (predictions_of + labels_of) / 2,
+    }
     total = totals[metric.name]
     scores = np.divide(hits, total, out=np.zeros_like(hits), where=total > 0)
-    weights = present if metric.average == "weighted" else None
-    return float(np.average(scores, weights=weights))
+    return float(np.average(scores, weights=labels_of if metric.average == "weighted" else None))
+
+
+def _counts(values: np.ndarray, classes: np.ndarray) -> np.ndarray:
+    return np.array([np.sum(values == each) for each in classes], np.float64)
 
 
 def _classes(examples: Sequence[Any]) -> np.ndarray:
