@@ -12,7 +12,7 @@ from tests.small import full_but
 
 import stepfold
 from stepfold import adapter
-from stepfold.adapter import qurious
+from stepfold.adapter import hezar, qurious
 
 ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -44,6 +44,7 @@ def test_no_field_begins_with_what_sphinx_takes_for_its_type():
 def test_every_public_name_has_an_example():
     public = [getattr(module, name) for module in (stepfold, adapter) for name in module.__all__]
     public += [qurious.Model, qurious.Trainer]
+    public += [hezar.Trainer, hezar.TrainerConfig, hezar.MetricConfig, hezar.MetricsHandler]
     aliases = [stepfold.LossFn, stepfold.GradFn, stepfold.StepFn, stepfold.EvalFn]
     public = [one for one in public if one not in aliases]  # which have no docstring
     assert [one for one in public if ">>> " not in (inspect.getdoc(one) or "")] == []

@@ -67,6 +67,8 @@ def test_reference_has_every_public_name_once():
     public = {f"stepfold.{name}" for name in stepfold.__all__}
     public |= {f"stepfold.adapter.{name}" for name in adapter.__all__}
     public |= {f"stepfold.adapter.qurious.{name}" for name in ("Model", "Trainer")}
+    names = "Trainer", "TrainerConfig", "MetricConfig", "MetricsHandler"
+    public |= {f"stepfold.adapter.hezar.{name}" for name in names}
     assert public <= {*documented}
     assert len(documented) == len({*documented})
 

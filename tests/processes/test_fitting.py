@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import stepfold as sf
-from stepfold.adapter import Trainer, TrainingArguments
+from stepfold.adapter import Trainer, TrainingArguments, hezar
 
 from . import launch
 
@@ -242,6 +242,40 @@ def test_a_trainer_of_two_processes_trains_as_one(processes, tmp_path):
             assert seen["history"][name][1] == pytest.approx(values, rel=1e-4)
     written = (tmp_path / "two" / "logs" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in written] == [4, 6, 8, 12]  # 6 ends an epoch
+
+
+def trainer_of_hezar_trains(start, folder):
+    """Train, compute metrics over an uneven rest, and save."""
+    start()
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(96, 8)).astype(np.float32)
+    data = {"x": x, "labels": (x[:, 0] > 0).astype(np.int32)}
+    rest = {name: column[:51] for name, column in data.items()}
+    model = hezar.Model(
+        lambda params, x: x @ params["w"],
+        {"w": jnp.zeros((8, 2))},
+        optax.softmax_cross_entropy_with_integer_labels,
+    )
+    config = hezar.TrainerConfig(
+        output_dir=folder, num_epochs=2, batch_size=16 // jax.device_count(), learning_rate=1e-2,
+        metrics=["f1", "cer"], metric_for_best_model="f1", distributed=True,
+    )  # fmt: skip
+    trainer = hezar.Trainer(config, model, data, rest)
+    average = trainer.train()
+    spread = len(trainer.state.params["w"].sharding.device_set)
+    print(json.dumps([average, spread, trainer.result.best, trainer.evaluate()]))
+
+
+@pytest.mark.full
+def test_the_trainer_of_hezar_measures_in_two_processes_as_in_one(processes, tmp_path):
+    average, _, best, measured = json.loads(
+        launch.run_alone(trainer_of_hezar_trains, str(tmp_path / "one"))
+    )
+    assert measured["f1"] > 0.8
+    for text in processes.run(trainer_of_hezar_trains, str(tmp_path / "two")):
+        seen = json.loads(text)
+        assert seen[:3] == [pytest.approx(average, rel=1e-4), 4, best]
+        assert seen[3] == pytest.approx(measured, rel=1e-4)
 
 
 def fails_in_step_6(start, folder):

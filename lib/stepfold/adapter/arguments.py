@@ -75,7 +75,7 @@ def by_any_name(cls: Class) -> Class:
     @functools.wraps(init)
     def init_by_any_name(self: Any, *args: Any, **kwargs: Any) -> None:
         if args:
-            expected = "fields by name, such as num_train_epochs=3"
+            expected = "fields by name, such as learning_rate=1e-3"
             refuse(type(self).__name__, expected, f"{args[0]!r:.80}")
         init(self, **_resolve_aliases(type(self), kwargs))
 
@@ -429,7 +429,8 @@ def _resolve_aliases(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
         resolved[known], spelling[known] = value, name
     if unknown:
         raise ConfigError("\n".join(unknown))
-    if "batch_size" in values and resolved.get("gradient_accumulation_steps", 1) != 1:
+    is_total = aliases.get("batch_size") == "total_batch_size"
+    if is_total and "batch_size" in values and resolved.get("gradient_accumulation_steps", 1) != 1:
         expected = "total_batch_size, of all microbatches, to be accumulated"
         refuse("batch_size", expected, f"{values['batch_size']!r}", "write that name")
     return resolved

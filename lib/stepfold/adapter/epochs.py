@@ -2,12 +2,16 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from stepfold.adapter.loading import TrainingLoader, check_examples, replicate_if_uneven
 from stepfold.adapter.steps import name_in_run
 from stepfold.core.validation import read_instance
+from stepfold.data.batches import batches
 from stepfold.errors import DataError, refuse
 from stepfold.loop.data import check_batches
 from stepfold.loop.evaluate import Evaluation
@@ -77,6 +81,32 @@ def read_dataloader(dataloader: Any) -> Any:
     return dataloader
 
 
+def make_loader(
+    dataloader: Any, prepare: Callable[[Any], Any], method: str
+) -> tuple[TrainingLoader, int]:
+    """Apply a function to each batch of what a method made; return the steps of an epoch too."""
+    dataloader = read_dataloader(dataloader)
+    steps = getattr(dataloader, "steps_per_epoch", None)
+    if steps is None:
+        expected = "batches of which each epoch has the same number"
+        refuse(method, expected, describe_value(dataloader))
+    return TrainingLoader(dataloader, prepare, steps), steps
+
+
+def evaluation_batches(
+    dataset: Any,
+    size: int,
+    collate: Callable[[list[Any]], Any] | None,
+    prepare: Callable[[Any], Any],
+    mesh: Mesh | None,
+) -> Iterator[Any]:
+    """Yield all examples in order; with several processes, the last batch is padded."""
+    check_examples(dataset)
+    remainder: Literal["keep", "pad"] = "keep" if jax.process_count() == 1 else "pad"
+    loader = batches(dataset, size, epochs=1, remainder=remainder, collate=collate)
+    return (replicate_if_uneven(prepare(batch), mesh) for batch in loader)
+
+
 def make_evaluation(trainer: Any, dataloader: Any) -> Evaluation:
     """Call `trainer.evaluate(dataloader)` after each epoch, each time with the same batches."""
     check_batches(dataloader, "eval_dataloader")
@@ -89,14 +119,19 @@ def make_evaluation(trainer: Any, dataloader: Any) -> Evaluation:
         start = copy.deepcopy(dataloader.get_state())
 
     def measure(state: Any) -> dict[str, float]:
-        trainer.state = state
         if is_iterator:
             dataloader.set_state(copy.deepcopy(start))
-        metrics = trainer.evaluate(dataloader)
-        read_instance("evaluate", metrics, Mapping, "it to return metrics by name")
-        return {name_in_run(name): value for name, value in metrics.items()}
+        return call_evaluate(trainer, state, dataloader)
 
     return Evaluation(measure, every_epochs=1)
+
+
+def call_evaluate(trainer: Any, state: Any, *data: Any) -> dict[str, float]:
+    """Call `trainer.evaluate(*data)` in a run, with the state of its epoch."""
+    trainer.state = state
+    metrics = trainer.evaluate(*data)
+    read_instance("evaluate", metrics, Mapping, "it to return metrics by name")
+    return {name_in_run(name): value for name, value in metrics.items()}
 
 
 class EpochHook(BaseHook):

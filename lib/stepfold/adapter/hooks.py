@@ -1,6 +1,7 @@
 """Hooks, progress bars and timers of the trainer."""
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,30 @@ class StopOnSkipped(BaseHook):
                 in_a_row = "" if self._limit == 1 else f", the last of {self._limit} in a row"
                 return Stop("nonfinite", message + in_a_row)
         return None
+
+
+class LossTracker(BaseHook):
+    """Average the loss over all examples since the start of the training."""
+
+    run_state = ("_total", "_weight")
+
+    def __init__(self) -> None:
+        self._total = self._weight = 0.0
+
+    @property
+    def average(self) -> float:
+        """The average, or NaN before the first step."""
+        return self._total / self._weight if self._weight else math.nan
+
+    def reset(self, step: int) -> None:
+        if not step:  # otherwise the training continues
+            self._total = self._weight = 0.0
+
+    def __call__(self, event: Event) -> None:
+        losses = np.asarray(event.per_step.get("train/loss", ()), np.float64)
+        weights = np.asarray(event.weights.get("train/loss", np.ones(len(losses))), np.float64)
+        self._total += float(np.where(weights, losses, 0.0) @ weights)
+        self._weight += float(weights.sum())
 
 
 class Watcher(NamedTuple):

@@ -12,17 +12,20 @@ import numpy as np
 from stepfold import tree
 from stepfold.adapter.loading import num_rows
 from stepfold.core.loss import LossFn, mean
-from stepfold.errors import refuse
+from stepfold.errors import DataError, refuse
 
 # Models: callable pytrees
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["apply"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["apply", "loss_fn"]
+)
 @dataclass(frozen=True)
 class Model:
     """A function `apply(params, *inputs)` with its parameters, as a callable pytree.
 
-    For a flax linen module, `Model(module.apply, variables)`.
+    For a flax linen module, `Model(module.apply, variables)`. `loss_fn(outputs, labels)` is for
+    trainers that take the loss function from the model.
 
     >>> import jax.numpy as jnp
     >>> model = Model(lambda params, x: x @ params["w"], {"w": jnp.ones((3, 1))})
@@ -32,6 +35,7 @@ class Model:
 
     apply: Callable[..., Any]
     params: Any
+    loss_fn: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.apply(self.params, *args, **kwargs)
@@ -50,7 +54,7 @@ def split_model(model: Any) -> tuple[Any, Callable[[Any], Any]]:
     refuse_torch("model", model, "write it in JAX")
     if isinstance(model, Model):
         _check_collections(model.params)
-        return model.params, functools.partial(Model, model.apply)
+        return model.params, functools.partial(Model, model.apply, loss_fn=model.loss_fn)
     kinds = [f"{base.__module__}.{base.__name__}" for base in type(model).__mro__]
     advice = "give Model(apply, params)"
     if any(kind.startswith("flax.nnx") for kind in kinds):
@@ -87,19 +91,48 @@ def refuse_torch(argument: str, value: Any, advice: str) -> None:
         refuse(argument, "one for JAX", f"torch's {type(value).__name__}", advice)
 
 
-# The loss function
+# Batches, outputs and the loss
 
 
-def make_loss(bind: Callable[[Any, Any], Any], *, is_training: bool) -> LossFn:
-    """Compose the protected methods of a trainer into a loss function.
+def split_batch(batch: Any, *, keep_labels: bool, method: str) -> tuple[Any, Any]:
+    """Return the inputs and the targets of a batch; `method` is the one that others override.
 
-    `bind(params, key)` returns the trainer with these parameters in its model.
+    With `keep_labels`, the `labels` are an input too, of which the model computes the loss.
+    """
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    if not isinstance(batch, Mapping):
+        expected, got = "a pair (inputs, targets) or a dict", tree.describe_value(batch)
+        refuse("batch", expected, got, f"override {method}", kind=DataError)
+    if "inputs" in batch:
+        return batch["inputs"], batch.get("targets", batch.get("labels"))
+    unused = {"mask"} if keep_labels else {"mask", "labels"}
+    inputs = {name: value for name, value in batch.items() if name not in unused}
+    return inputs, batch.get("labels")
+
+
+def call_model(model: Any, inputs: Any) -> Any:
+    """Return the outputs of a model; a dict of inputs is passed as keyword arguments."""
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+
+def loss_in(outputs: Any) -> Any:
+    """Return the loss that a model computed itself, in a dict or as an attribute, or None."""
+    is_dict = isinstance(outputs, Mapping)
+    return outputs.get("loss") if is_dict else getattr(outputs, "loss", None)
+
+
+def make_loss(
+    compute: Callable[[Any, Any], Any], bind: Callable[[Any, Any], Any], *, is_training: bool
+) -> LossFn:
+    """Make a loss function of methods of a trainer.
+
+    `compute(trainer, batch)` returns the loss, and `bind(params, key)` the trainer with these
+    parameters in its model.
     """
 
     def loss_fn(params: Any, batch: Any, key: Any) -> Any:
-        bound = bind(params, key if is_training else None)
-        inputs, targets = bound._prepare_batch(batch)
-        returned = bound._compute_loss(bound._forward_pass(inputs), targets)
+        returned = compute(bind(params, key if is_training else None), batch)
         if not isinstance(returned, tuple):
             return _reduce("loss_fn", returned, batch)
         loss, *rest = returned

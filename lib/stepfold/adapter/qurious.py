@@ -15,11 +15,17 @@ import jax
 import optax
 from jax.sharding import SingleDeviceSharding
 
-from stepfold import tree
 from stepfold.adapter import setup
 from stepfold.adapter.epochs import EpochHook, make_evaluation, read_dataloader
 from stepfold.adapter.models import Model as Model
-from stepfold.adapter.models import count_examples, make_loss, split_model
+from stepfold.adapter.models import (
+    call_model,
+    count_examples,
+    loss_in,
+    make_loss,
+    split_batch,
+    split_model,
+)
 from stepfold.adapter.qurious_arguments import (
     check_arguments,
     make_optimizer,
@@ -60,6 +66,12 @@ def make_saver(
             trainer._save_checkpoint(os.path.join(folder, "best_model"), epoch, value)
 
     return save
+
+
+def _loss_of(bound: Any, batch: Any) -> Any:
+    """Compose the protected methods of a trainer."""
+    inputs, targets = bound._prepare_batch(batch)
+    return bound._compute_loss(bound._forward_pass(inputs), targets)
 
 
 class _CallTrainStep:
@@ -135,7 +147,7 @@ class Trainer:
         self.state = init_state(params, tx, jax.random.key(0), sharding=sharding)
         self._first: TrainState | None = self.state  # until another one replaces it
         self._step = self._make_step()
-        self._measure = jax.jit(make_eval_step(make_loss(self._bind, is_training=False)))
+        self._measure = jax.jit(make_eval_step(make_loss(_loss_of, self._bind, is_training=False)))
 
     @property
     def model(self) -> Any:
@@ -266,30 +278,19 @@ class Trainer:
 
     def _prepare_batch(self, batch: Any) -> tuple[Any, Any]:
         """Return the inputs and the targets of a batch; jax places them on the device."""
-        if isinstance(batch, tuple | list) and len(batch) == 2:
-            return batch[0], batch[1]
-        if not isinstance(batch, Mapping):
-            expected, got = "a pair (inputs, targets) or a dict", tree.describe_value(batch)
-            refuse("batch", expected, got, "override _prepare_batch", kind=DataError)
-        if "inputs" in batch:
-            return batch["inputs"], batch.get("targets")
         # Without a loss function, the model computes the loss of its labels.
-        unused = {"mask"} if self.loss_fn is None else {"mask", "labels"}
-        inputs = {name: value for name, value in batch.items() if name not in unused}
-        return inputs, batch.get("labels")
+        keep_labels = self.loss_fn is None
+        return split_batch(batch, keep_labels=keep_labels, method="_prepare_batch")
 
     def _forward_pass(self, inputs: Any) -> Any:
         """Return the outputs of the model; a dict of inputs is passed as keyword arguments."""
-        return self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
+        return call_model(self.model, inputs)
 
     def _compute_loss(self, outputs: Any, targets: Any) -> Any:
         """Return what `loss_fn` does, or the `loss` of the outputs."""
         if self.loss_fn is not None:
             return self.loss_fn(outputs, targets)
-        loss = (
-            outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-        )
-        if loss is None:
+        if (loss := loss_in(outputs)) is None:
             expected, got = "a function (outputs, targets) for outputs without a loss", "None"
             refuse("loss_fn", expected, got, "give one, or let the model return its loss")
         return loss
@@ -327,7 +328,7 @@ class Trainer:
 
     def _make_step(self, epoch_steps: int | None = None) -> Any:
         tx = make_optimizer(self.optimizer, self._settings, self.scheduler, epoch_steps)
-        step = make_train_step(make_loss(self._bind, is_training=True), tx)
+        step = make_train_step(make_loss(_loss_of, self._bind, is_training=True), tx)
         return jax.jit(step, donate_argnums=0)
 
     def _check_start(self, checkpoints: Checkpoints) -> None:

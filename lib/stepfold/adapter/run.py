@@ -33,7 +33,7 @@ from stepfold.tree import describe_value
 
 # The most steps in a row that a dynamic loss scale may skip: 25 bring it from its largest to its
 # smallest value.
-_MAX_SKIPPED = 50
+MAX_SKIPPED = 50
 
 # Where a run starts
 
@@ -253,7 +253,7 @@ def make_hooks(
     hooks: list[Hook] = [_AroundStep(step)] if isinstance(step, StepWithHooks) else []
     if parts.train_step is parts.own_step:  # which skips a NaN or inf
         scales_loss = precision(arguments).needs_loss_scale
-        hooks.append(trainer_hooks.StopOnSkipped(_MAX_SKIPPED if scales_loss else 1))
+        hooks.append(trainer_hooks.StopOnSkipped(MAX_SKIPPED if scales_loss else 1))
     metric, mode = best_metric(arguments)
     patience = arguments.early_stopping_patience
     metric = "eval/loss" if metric is None and patience is not None else metric

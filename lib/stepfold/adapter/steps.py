@@ -13,8 +13,8 @@ from stepfold.adapter.loading import num_rows
 from stepfold.core.loss import mean
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.state import TrainState
-from stepfold.core.validation import takes
-from stepfold.errors import refuse
+from stepfold.core.validation import spell_call, takes
+from stepfold.errors import TreeMismatchError, refuse
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.loop.evaluate import evaluate
 from stepfold.loop.metrics import metric_values
@@ -117,6 +117,27 @@ def as_metrics(metrics: Any, argument: str, *, weight: int = 1) -> dict[str, "Me
 
 
 # Functions around a step
+
+
+def with_update(
+    tx: optax.GradientTransformation, method: str, update: Callable[..., Any]
+) -> optax.GradientTransformation:
+    """Replace the update of an optimizer by a method `(grads, opt_state, params)` of a subclass."""
+    if not takes(update, 3):
+        expected = "a method (grads, opt_state, params) -> (updates, opt_state)"
+        refuse(method, expected, spell_call(update))
+
+    def checked(grads: Any, opt_state: Any, params: Any = None) -> tuple[Any, Any]:
+        returned = read_pair(method, update(grads, opt_state, params), "(updates, opt_state)")
+        differences = tree.diff(params, returned[0], "updates")
+        if differences:
+            raise TreeMismatchError(
+                f"{method}: expected updates like the parameters, got\n  "
+                + "\n  ".join(differences)
+            )
+        return returned
+
+    return optax.GradientTransformation(tx.init, checked)
 
 
 class StepWithHooks:

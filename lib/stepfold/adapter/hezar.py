@@ -1,0 +1,350 @@
+"""The trainer that Hezar documents: an object with its methods, on top of `fit`.
+
+Its config is a `TrainerConfig`, and a model that carries its parameters is a `Model` or a module of
+equinox.
+"""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self
+
+import jax
+import optax
+
+from stepfold.adapter import from_arguments, loading, run, setup
+from stepfold.adapter.epochs import call_evaluate, evaluation_batches, make_loader
+from stepfold.adapter.hezar_config import TrainerConfig as TrainerConfig
+from stepfold.adapter.hezar_config import (
+    check_best_metric,
+    epoch_of,
+    find_devices,
+    find_save_method,
+    make_arguments,
+    make_hooks,
+    make_optimizers,
+    make_plan,
+    save_preprocessor,
+    with_loss_scale,
+)
+from stepfold.adapter.hezar_metrics import MetricConfig as MetricConfig
+from stepfold.adapter.hezar_metrics import MetricsHandler as MetricsHandler
+from stepfold.adapter.hezar_metrics import Recorder, read_generate, read_handler
+from stepfold.adapter.hooks import LossTracker
+from stepfold.adapter.models import Model as Model
+from stepfold.adapter.models import call_model, loss_in, make_loss, split_batch, split_model
+from stepfold.adapter.steps import with_update
+from stepfold.adapter.validation import check_functions
+from stepfold.core.validation import read_instance, read_integer
+from stepfold.data.batches import batches
+from stepfold.data.prefetch import prefetch
+from stepfold.errors import refuse
+from stepfold.loop.evaluate import Evaluation, evaluate
+from stepfold.loop.fit import FitResult, fit
+from stepfold.loop.metrics import metric_values
+
+
+def _evaluation_loss(bound: Any, batch: Any) -> Any:
+    """Compose the traced methods of a trainer, without those of the training alone."""
+    return bound.compute_loss(bound.forward(batch), _labels_of(batch))
+
+
+def _training_loss(bound: Any, batch: Any) -> Any:
+    return bound.training_step(batch)
+
+
+def _labels_of(batch: Any) -> Any:
+    return split_batch(batch, keep_labels=True, method="training_step")[1]
+
+
+class Trainer:
+    """A run as an object, with the methods that Hezar documents of its trainer.
+
+    A run calls what a subclass overrides. `forward`, `compute_loss`, `training_step` and
+    `optimization_step` are traced by jax once for each shape of a batch: they are pure functions of
+    their arguments, `model` and `key`, and what they assign to the trainer is lost. The others run
+    on the host, and may do anything.
+
+    Attributes:
+      config: the `TrainerConfig`.
+      state: the `TrainState`, which the next step donates.
+      key: the PRNG key while a training step is traced; None in an evaluation.
+      optimizer, lr_scheduler: the optimizer, and its schedule if it is known.
+      train_dataloader: the batches of `create_train_dataloader`.
+      loss_tracker: has the `average` of the loss since the start of the training.
+      result: the `FitResult` of the last run, with its `stop_reason`, `history` and `best`.
+      loaded, not_loaded: the paths that were loaded from `init_weights_from`, and why others were
+        not.
+
+    >>> import jax.numpy as jnp, numpy as np, optax
+    >>> model = Model(lambda params, x: x @ params["w"], {"w": jnp.zeros(2)}, optax.squared_error)
+    >>> config = TrainerConfig(num_epochs=3, batch_size=2, optimizer="sgd", learning_rate=1.0)
+    >>> data = [(x, y) for x, y in zip(np.eye(2, dtype="float32"), np.float32([1, -1]))]
+    >>> trainer = Trainer(config, model, data, eval_dataset=data)
+    >>> trainer.train()
+    0.3333333333333333
+    >>> trainer.evaluate()
+    {'loss': 0.0}
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        model: Any,
+        train_dataset: Any,
+        eval_dataset: Any = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        preprocessor: Any = None,
+        metrics_handler: Any = None,
+        optimizer: optax.GradientTransformation | None = None,
+        lr_scheduler: Callable[[Any], Any] | None = None,
+        accelerator: None = None,
+        *,
+        generate: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        """Check the arguments, and make all that a run needs.
+
+        Args:
+          config: a `TrainerConfig`.
+          model: a callable pytree, such as an equinox module or a `Model`. Its floating arrays are
+            trained. The loss is that of its `loss_fn` or `compute_loss(outputs, labels)`, or the
+            `loss` of its outputs.
+          train_dataset: any object with `len` and `[i]`. Its last incomplete batch is dropped.
+          eval_dataset: the same, to evaluate on.
+          data_collator: a function from a list of examples to a batch; by default the attribute
+            `data_collator` of the dataset, or else examples are stacked.
+          preprocessor: an object with `save(path)` or `save_pretrained(path)`, which `train` calls
+            with `output_dir/preprocessor`. If it has `decode(ids)`, texts are decoded by it.
+          metrics_handler: an object with `compute_metrics(predictions, labels)`, which gets all
+            examples of an evaluation and returns numbers by name.
+          optimizer: an optax optimizer, in place of that of the config.
+          lr_scheduler: a schedule of optax, in place of that of the config.
+          accelerator: must be None.
+          generate: a function `(model, batch)` that returns a prediction for each example.
+        """
+        read_instance("config", config, TrainerConfig, "a TrainerConfig")
+        if accelerator is not None:
+            expected = "None, since jax places the arrays"
+            advice = "set distributed, mixed_precision or gradient_accumulation_steps in the config"
+            refuse("accelerator", expected, type(accelerator).__name__, advice)
+        check_functions(data_collator=data_collator, generate=generate)
+        self.config, self.eval_dataset, self.preprocessor = config, eval_dataset, preprocessor
+        self.train_dataset, self.data_collator = train_dataset, data_collator
+        find_save_method(preprocessor)
+        self.key: jax.Array | None = None
+        self.result: FitResult | None = None
+        self.loss_tracker = LossTracker()
+        self._may_resume = bool(config.resume_from_checkpoint)
+        devices = find_devices(config)
+        self._arguments = arguments = make_arguments(config, len(devices))
+        self.metrics_handler = read_handler(metrics_handler, config.metrics, preprocessor)
+        evaluates = config.do_evaluate and eval_dataset is not None
+        check_best_metric(config, arguments, metrics_handler, evaluates=evaluates)
+        params, self._build = split_model(model)
+        self._generate = read_generate(config.evaluate_with_generate, generate, model)
+        self.train_dataloader, self._epoch_steps = make_loader(
+            self.create_train_dataloader(train_dataset),
+            lambda batch: self.prepare_input_batch(batch),
+            "create_train_dataloader",
+        )
+        plan = make_plan(config, arguments, self._epoch_steps)
+        tx, schedule = make_optimizers(config, arguments, plan.steps or 0, optimizer, lr_scheduler)
+        self.optimizer, self.lr_scheduler = tx, schedule
+        if self._overrides("optimization_step"):
+            tx = with_update(tx, "optimization_step", self.optimization_step)
+        parts = setup.make_parts(
+            arguments, devices=devices, rules=None, initial=params, finetune=True, stateful=False,
+            loss_fn=make_loss(_training_loss, self._bind, is_training=True),
+            eval_loss_fn=make_loss(_evaluation_loss, self._bind, is_training=False),
+            dataset_train=None, dataset_eval=None, data_collator=None, given_scheduler=None,
+        )  # fmt: skip
+        manager = from_arguments.checkpoints(arguments, plan)
+        tx = with_loss_scale(arguments, tx)
+        parts = replace(parts, plan=plan, tx=tx, scheduler=schedule, checkpoint_manager=manager)
+        self.state = setup.first_state(arguments, parts, None, params, tx)
+        self._parts = parts = parts.with_state(self.state)
+        self.loaded: list[str] = []
+        self.not_loaded: dict[str, str] = {}
+        if (path := config.init_weights_from) is not None:
+            loaded = setup.load_weights(path, self.state, config.checkpoints_dir)
+            self.state, self.loaded, self.not_loaded = loaded
+        train_step, self._eval_step = setup.make_steps(arguments, parts)
+        shardings = (parts.state_shardings, None) if parts.sharded_mesh else None
+        self._step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+        self._measure_loss, self._measure = jax.jit(self._eval_step), jax.jit(self._measure_batch)
+
+    @property
+    def model(self) -> Any:
+        """The model with the present parameters, which the next step donates."""
+        return self._build(self.state.params)
+
+    # Training
+
+    def train(self) -> float:
+        """Do the whole run, or the rest of it, and return the average loss since its start.
+
+        A second call continues from the state of the trainer, so a complete run stays as it is.
+        """
+        arguments, parts, total = self._arguments, self._parts, self._parts.plan.steps or 0
+        is_first = self.result is None
+        start = run.find_start(arguments, parts, self.state, None, {}, is_first=is_first)
+        if start.source is not None:
+            self.state = start.state
+            loading.seek(self.train_dataloader, start.data, int(self.state.step))
+        self._may_resume = start.may_resume
+        save_preprocessor(self.config, self.preprocessor)
+        if not self._overrides("inner_training_loop"):
+            return self._run(total)
+        average, epochs = self.loss_tracker.average, math.ceil(total / self._epoch_steps)
+        for epoch in range(epoch_of(self._position, self._epoch_steps), epochs + 1):
+            average = self.inner_training_loop(epoch)
+            if self.result is not None and self.result.stop_reason.kind == "nonfinite":
+                break
+        return average
+
+    def inner_training_loop(self, epoch_num: int) -> float:
+        """Train to the end of an epoch, and return the average loss since the start of the run.
+
+        Epochs count from 1. `train` calls that of a subclass for each epoch; evaluation, saves and
+        logs are part of it. Without an override, it does all epochs at once.
+        """
+        read_integer("epoch_num", epoch_num)
+        if epoch_num != (current := epoch_of(self._position, self._epoch_steps)):
+            refuse("epoch_num", f"{current}, the epoch of step {self._position}", f"{epoch_num}")
+        return self._run(min(epoch_num * self._epoch_steps, self._parts.plan.steps or 0))
+
+    def _run(self, steps: int) -> float:
+        """Run until a step, with evaluations, hooks and checkpoints."""
+        arguments, parts, evaluations = self._arguments, self._parts, []
+        if self.config.do_evaluate and self.eval_dataset is not None:
+            evaluations.append(Evaluation(partial(call_evaluate, self), every_epochs=1))
+        may_resume = self._may_resume
+        hooks = make_hooks(arguments, parts, int(self.state.step), may_resume=may_resume)
+        try:
+            result = fit(
+                self._step,
+                self.state,
+                self.train_dataloader,
+                steps=steps,
+                config=from_arguments.config_of(arguments),
+                evaluation=evaluations,
+                checkpoints=parts.checkpoint_manager,
+                hooks=[self.loss_tracker, *hooks],
+                log_every=parts.plan.log_every,
+                resume=may_resume,
+            )
+        except BaseException as error:
+            if hasattr(error, "result"):
+                self.result, self.state = error.result, error.result.state
+            raise
+        self.result, self.state, self._may_resume = result, result.state, True
+        if result.stop_reason.kind == "nonfinite":
+            warnings.warn(f"train: {result.stop_reason}, which ended the run", stacklevel=3)
+        return self.loss_tracker.average
+
+    def create_train_dataloader(self, dataset: Any) -> Iterable[Any]:
+        """Return batches of a dataset; any iterable that starts again in each epoch.
+
+        It is called once, when the trainer is made, since the steps of a run are counted by it.
+        """
+        config, size = self.config, self._arguments.total_batch_size or 1
+        seed = config.seed if config.dataloader_shuffle else None
+        loading.check_examples(dataset)
+        loader = batches(dataset, size, seed=seed, collate=self._collator_of(dataset))
+        workers = config.num_dataloader_workers
+        return prefetch(loader, size=workers) if workers else loader
+
+    def prepare_input_batch(self, input_batch: Any) -> Any:
+        """Return a batch as the steps take it. It runs on the host, before jax places the batch."""
+        return input_batch
+
+    def forward(self, input_batch: Any) -> Any:
+        """Return the outputs of the model."""
+        keep_labels = self._loss_fn is None
+        inputs, _ = split_batch(input_batch, keep_labels=keep_labels, method="forward")
+        return call_model(self.model, inputs)
+
+    def compute_loss(self, outputs: Any, labels: Any) -> Any:
+        """Return the loss: values of examples, their mean, or an `sf.mean`; metrics may follow."""
+        if self._loss_fn is not None:
+            return self._loss_fn(outputs, labels)
+        if (loss := loss_in(outputs)) is None:
+            expected = "a loss_fn, or outputs with a loss"
+            refuse("model", expected, "neither", "give Model(apply, params, loss_fn)")
+        return loss
+
+    def training_step(self, input_batch: Any) -> Any:
+        """Return the loss of a batch, which jax differentiates."""
+        return _evaluation_loss(self, input_batch)
+
+    def optimization_step(self, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+        """Return the updates of the parameters, and the new state of the optimizer."""
+        updates, new_state = self.optimizer.update(grads, opt_state, params)
+        return updates, new_state
+
+    # Evaluation
+
+    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+        """Return the loss and the metrics over all examples of a dataset; log nothing."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            refuse("eval_dataset", "data to evaluate on", "None")
+        collate, mesh = self._collator_of(dataset), self._parts.sharded_mesh
+        size, prepare = self._parts.plan.eval_batch, self.prepare_input_batch
+        loader = evaluation_batches(dataset, size, collate, prepare, mesh)
+        if self.metrics_handler is None:
+            return evaluate(self._measure_loss, self.state, loader)
+        generate = self._generate and partial(self._generate, self.model)
+        recorder = Recorder(self._measure, generate)
+        numbers: dict[str, Any] = evaluate(recorder, self.state, loader)
+        computed = self.metrics_handler.compute_metrics(recorder.predictions, recorder.labels)
+        expected = "compute_metrics to return numbers by name"
+        read_instance("metrics_handler", computed, Mapping, expected)
+        return metric_values({**numbers, **computed})
+
+    # Helpers
+
+    def _collator_of(self, dataset: Any) -> Any:
+        sources = dataset, self.train_dataset
+        own = (getattr(source, "data_collator", None) for source in sources)
+        return self.data_collator or next(filter(None, own), None)
+
+    def _measure_batch(self, state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
+        """Return the metrics of a batch, with its predictions, labels and mask."""
+        forward = lambda params, batch, key: self._bind(params, key).forward(batch)
+        outputs = from_arguments.precision(self._arguments).applied_to(forward)(
+            state.params, batch, None
+        )
+        is_dict = isinstance(outputs, Mapping)
+        logits = outputs.get("logits") if is_dict else getattr(outputs, "logits", None)
+        predictions = outputs if logits is None else logits
+        if hasattr(self.metrics_handler, "predict"):
+            predictions = self.metrics_handler.predict(predictions)
+        mask = batch.get("mask") if isinstance(batch, Mapping) else None
+        return self._eval_step(state, batch), predictions, _labels_of(batch), mask
+
+    @property
+    def _loss_fn(self) -> Any:
+        """The loss function of the model, or None."""
+        model = self.model
+        return getattr(model, "loss_fn", None) or getattr(model, "compute_loss", None)
+
+    @property
+    def _position(self) -> int:
+        """The step at which the next run starts."""
+        manager, step = self._parts.checkpoint_manager, int(self.state.step)
+        newest = manager.latest_step() if manager is not None and self._may_resume else None
+        return max(step, newest or 0)
+
+    def _bind(self, params: Any, key: Any) -> Self:
+        """Return the trainer with these parameters in its model."""
+        bound = copy.copy(self)
+        bound.state, bound.key = self.state._replace(params=params), key
+        return bound
+
+    def _overrides(self, method: str) -> bool:
+        """Whether a method is that of a subclass."""
+        return getattr(type(self), method) is not getattr(__class__, method)  # type: ignore[name-defined]
