@@ -222,8 +222,8 @@ class Prefetch:
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        if name in _DEFAULTS:
-            return getattr(self._batches, name, _DEFAULTS[name])
+        if name in DEFAULTS:
+            return getattr(self._batches, name, DEFAULTS[name])
         # Only of batches that are a function of the step, that can skip some, or can resume.
         if name in ("state_at", "skipped", "batch_index"):
             return getattr(self._iterator, name)
@@ -305,7 +305,7 @@ class Prefetch:
             self._set_state(self._get_state())
 
 
-_DEFAULTS = {"endless": False, "steps_per_epoch": None, "epoch_ends": None, "batch_sizes": ()}
+DEFAULTS = {"endless": False, "steps_per_epoch": None, "epoch_ends": None, "batch_sizes": ()}
 """Attributes of the batches, with their values if the batches lack them."""
 
 
