@@ -158,8 +158,8 @@ class Workers:
                 self._error = error
             else:
                 self._pending.append(_Pending(request, after))
-        for pending in () if self._pool is None else self._pending:
-            if pending.ticket is None:
+        for pending in self._pending:
+            if self._pool is not None and pending.ticket is None:
                 pending.ticket = self._pool.submit(self._requests.message(pending.request))
 
     def _receive(self, pool: WorkerPool, pending: "_Pending") -> Any:
@@ -410,10 +410,8 @@ def _raise(reply: Reply, step: int) -> NoReturn:
     failure: Failure = reply.value
     cause = _WorkerTraceback(failure.traceback)
     if failure.used_jax:
-        expected = (
-            f"numpy and Python in the batch of step {step}, since jax does not run in workers"
-        )
-        advice = "return numpy arrays, or give count=0"
+        expected = f"only numpy and Python in the batch of step {step}"
+        advice = "jax does not run in workers: return numpy arrays, or give count=0"
         refuse("workers", expected, "a use of jax", advice, kind=DataError, cause=cause)
     error = failure.load()
     if error is None:
