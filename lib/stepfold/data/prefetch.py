@@ -47,9 +47,9 @@ def prefetch(batches: Any, *, sharding: Any = None, size: int = 2) -> "Prefetch"
     """Read batches in a background thread, and place them on devices.
 
     Prefetching hides the I/O latency of a source. Python code in a source still shares the
-    interpreter with the loop, so run heavy transforms in worker processes: pass
-    `dataset.mp_prefetch(…)` of a grain `IterDataset`. In a plain script these processes start only
-    after `absl.flags.FLAGS.mark_as_parsed()`.
+    interpreter with the loop, so run heavy transforms in other processes: pass `sf.workers(…)`, or
+    `dataset.mp_prefetch(…)` of a grain `IterDataset`. In a plain script grain's processes start
+    only after `absl.flags.FLAGS.mark_as_parsed()`.
 
     Prefetching changes neither the batches nor their order, and an error is raised at the batch
     that caused it. The next `next` then continues as that of `batches` does: `sf.batches` reads the
