@@ -133,7 +133,8 @@ def throughput(milliseconds, count, rounds):
     for _ in range(rounds):
         for name in order.sample(list(makers), len(makers)):
             stream = makers[name](transform)
-            made[name] = [next(stream)["x"].tobytes() for _ in range(5)]
+            # Until what was made during the start is used up.
+            made[name] = [next(stream)["x"].tobytes() for _ in range(10)]
             start = time.perf_counter()
             for _ in range(count):
                 next(stream)

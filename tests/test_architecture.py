@@ -45,8 +45,8 @@ OWNERS = {
     "rich": "loop/hooks/",
 }
 CORE_MAY_IMPORT = {"stepfold", "jax", "numpy", "optax", "chex", "clu"}
-# The only modules that use the environment: a launcher sets a process's rank in it, libtpu reads its
-# options from it, and worker processes get a changed copy.
+# The only modules that use the environment: a launcher sets a process's rank in it, libtpu reads
+# its options from it, and worker processes get a changed copy.
 USE_THE_ENVIRONMENT = {
     Path("sharding/distributed.py"),
     Path("sharding/topology.py"),

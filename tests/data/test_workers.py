@@ -1,5 +1,6 @@
 """Worker processes change where a batch is made, and nothing else, and leave nothing behind."""
 
+import contextlib
 import gc
 import itertools
 import os
@@ -109,9 +110,11 @@ def test_a_count_that_is_no_count_is_refused(count):
         sf.workers(make(), count)
 
 
-def test_ahead_is_at_least_one():
+def test_ahead_is_at_least_one_and_not_too_large():
     with pytest.raises(sf.ConfigError, match="ahead: expected an integer of at least 1, got 0"):
         sf.workers(make(), 2, ahead=0)
+    with pytest.raises(sf.ConfigError, match="ahead: expected at most 60 .* got 61; give a larger"):
+        sf.workers(make(), 2, ahead=61)
 
 
 @pytest.mark.parametrize("batches", [[1, 2], iter([1]), range(3), DATA])
@@ -513,7 +516,7 @@ def test_processes_end_when_the_iterator_is_collected():
 
 
 SCRIPT = """
-import os, sys, time
+import os, sys, time, warnings
 import numpy as np, stepfold as sf
 from typing import NamedTuple
 
@@ -536,22 +539,25 @@ batch = [next(stream) for _ in range(6)][-1]
 assert type(batch) is Pair and batch.x[0, 0] == 60, batch
 assert os.getpid() != batch.worker[0]
 print("ready", flush=True)
+warnings.simplefilter("ignore")  # jax warns of forks
 {end}
 """
 ENDS = {
     "normal": "",
     "exception": "1 / 0",
     "held": "import builtins; builtins.kept = stream, [next(stream) for _ in range(9)]",
+    "child": "if os.fork() == 0: stream.close(); os._exit(0)\nos.wait(); [next(stream) for _ in range(9)]",
     "forked": "child = os.fork()\nwhile True: time.sleep(0.01)",
 }
+
+
+KILLED = ("interrupt", "kill", "terminate", "forked")
 
 
 # A plain script, without `if __name__ == "__main__"`.
 @pytest.mark.full
 @linux
-@pytest.mark.parametrize(
-    "end", ["normal", "exception", "held", "interrupt", "kill", "terminate", "forked"]
-)
+@pytest.mark.parametrize("end", [*ENDS, *KILLED[:3]])
 def test_no_process_stays_however_a_script_ends(end, tmp_path):
     code = ENDS.get(end, "for _ in stream: time.sleep(0.01)")
     script = tmp_path / "script.py"
@@ -563,23 +569,24 @@ def test_no_process_stays_however_a_script_ends(end, tmp_path):
         text=True,
         start_new_session=True,
     )
-    assert process.stdout.readline() == "ready\n", process.stderr.read()
-    nurseries, made = family(process.pid)
-    if end in ("interrupt", "kill", "terminate", "forked"):
-        assert len(nurseries) == 1
-        assert len(made) == 2
-    if end == "interrupt":
-        os.killpg(process.pid, signal.SIGINT)
-    elif end in ("kill", "terminate", "forked"):
-        process.send_signal(signal.SIGTERM if end == "terminate" else signal.SIGKILL)
-    process.wait(20)
-    until = time.monotonic() + 5
-    while (left := {*nurseries, *made} & processes().keys()) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not left
-    if end == "forked":
-        os.killpg(process.pid, signal.SIGKILL)
-    errors = process.communicate()[1]
+    try:
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+        nurseries, made = family(process.pid)
+        if end in KILLED:
+            assert len(nurseries) == 1
+            assert len(made) == 2
+            number = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM}
+            send = os.killpg if end == "interrupt" else os.kill
+            send(process.pid, number.get(end, signal.SIGKILL))
+        process.wait(20)
+        until = time.monotonic() + 5
+        while (left := {*nurseries, *made} & processes().keys()) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not left
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the forked child
+            os.killpg(process.pid, signal.SIGKILL)
+        errors = process.communicate()[1]
     if end in ("exception", "interrupt"):
         assert errors.count("Traceback") == 1
         assert ("KeyboardInterrupt" if end == "interrupt" else "ZeroDivisionError") in errors

@@ -180,7 +180,7 @@ class _Processes:
         self._payload, self._may_fork = Memory(), may_fork
         self._parts = pickled.write(self._payload)
         self.workers = [_Worker(slots) for _ in range(count)]
-        self.are_loaded = False
+        self.are_loaded, self._parent = False, os.getpid()
         self._starting: deque[_Worker] = deque()  # those whose number the nursery has not sent
 
     def start(self) -> None:
@@ -252,6 +252,10 @@ class _Processes:
 
     def close(self) -> None:
         """End all processes. They are killed, since they have nothing to finish."""
+        if os.getpid() != self._parent:  # a copy in a process that was forked
+            return
+        with contextlib.suppress(OSError):  # the nursery has ended
+            self._control.shutdown(socket.SHUT_RDWR)  # a forked process may still have it open
         self._control.close()
         self._wait_for_nursery()
         self._payload.close()

@@ -21,6 +21,8 @@ from stepfold.data.worker_main import Failure, Reply
 from stepfold.data.worker_pool import ATTEMPTS, WorkerPool, spell_status
 from stepfold.errors import DataError, refuse
 
+_MOST_AHEAD = 60  # each is a file descriptor, of which one message holds a limited number
+
 
 def workers(batches: Any, count: int, *, ahead: int = 2) -> "Workers":
     """Make batches in other processes, in order, and ahead of the loop.
@@ -70,6 +72,9 @@ def workers(batches: Any, count: int, *, ahead: int = 2) -> "Workers":
     (array([40, 50]), [array([20,  0]), array([10, 30])])
     """
     count, ahead = read_integer("count", count, 0), read_integer("ahead", ahead, 1)
+    if ahead > _MOST_AHEAD:
+        expected = f"at most {_MOST_AHEAD} batches of each process"
+        refuse("ahead", expected, f"{ahead}", "give a larger count instead")
     if count and sys.platform == "win32":
         refuse("workers", "Linux or macOS", sys.platform, "give count=0, or use sf.prefetch")
     return Workers(_read_requests(batches), count, ahead)
