@@ -539,6 +539,7 @@ batch = [next(stream) for _ in range(6)][-1]
 assert type(batch) is Pair and batch.x[0, 0] == 60, batch
 assert os.getpid() != batch.worker[0]
 print("ready", flush=True)
+take = lambda count: [next(stream) for _ in range(count)]
 warnings.simplefilter("ignore")  # jax warns of forks
 {end}
 """
@@ -546,7 +547,7 @@ ENDS = {
     "normal": "",
     "exception": "1 / 0",
     "held": "import builtins; builtins.kept = stream, [next(stream) for _ in range(9)]",
-    "child": "if os.fork() == 0: stream.close(); os._exit(0)\nos.wait(); [next(stream) for _ in range(9)]",
+    "child": "if os.fork() == 0: stream.close(); os._exit(0)\nos.wait(); take(9)",
     "forked": "child = os.fork()\nwhile True: time.sleep(0.01)",
 }
 

@@ -69,7 +69,7 @@ def workers(batches: Any, count: int, *, ahead: int = 2) -> "Workers":
     >>> resumed = make(0)
     >>> resumed.set_state(saved)
     >>> first, list(resumed)
-    (array([40, 50]), [array([20,  0]), array([10, 30])])
+    (array([30, 20]), [array([40, 10]), array([50,  0])])
     """
     count, ahead = read_integer("count", count, 0), read_integer("ahead", ahead, 1)
     if ahead > _MOST_AHEAD:
