@@ -226,6 +226,7 @@ def test_other_processes_make_the_same_batches_and_go_on_from_any_position():
             skipping._iterator.close()
 
 
+@pytest.mark.full
 def test_changed_batches_take_over_the_processes():
     plain = make(epochs=3, remainder="drop").without([(2, 4)]).without([(6, 7)])
     with sf.workers(make(epochs=3, remainder="drop"), 2) as stream:
@@ -244,6 +245,7 @@ def test_changed_batches_take_over_the_processes():
             assert bits(half) == bits(want)
 
 
+@pytest.mark.full
 def test_weights_of_a_mixture_change_in_the_workers():
     plain = mixed()
     with sf.workers(mixed(), 2) as stream:

@@ -148,6 +148,8 @@ class Workers:
                 warn_of_wrapped(batch)
             self._pending.popleft()
             self._position = first.after
+            if self._pool is not None:  # the workers go on while the batch is used
+                self._request_ahead()
             return batch
 
     def _request_ahead(self) -> None:
