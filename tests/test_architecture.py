@@ -38,6 +38,7 @@ OWNERS = {
     "tensorflow_datasets": ("data/tfds.py", "internals/datasets.py"),
     "grain": "data/sources.py",
     "datasets": "data/sources.py",
+    "cloudpickle": "data/shared_memory.py",
     "tensorboardX": "loop/writers/",
     "trackio": "loop/writers/",
     "wandb": "loop/writers/",
@@ -45,9 +46,13 @@ OWNERS = {
     "rich": "loop/hooks/",
 }
 CORE_MAY_IMPORT = {"stepfold", "jax", "numpy", "optax", "chex", "clu"}
-# The only modules that use the environment: a launcher sets a process's rank in it, and libtpu
-# reads its options from it.
-USE_THE_ENVIRONMENT = {Path("sharding/distributed.py"), Path("sharding/topology.py")}
+# The only modules that use the environment: a launcher sets a process's rank in it, libtpu reads
+# its options from it, and worker processes get a changed copy.
+USE_THE_ENVIRONMENT = {
+    Path("sharding/distributed.py"),
+    Path("sharding/topology.py"),
+    Path("data/worker_pool.py"),
+}
 # Tests of more than one package.
 CROSS_PACKAGE_TESTS = {"laws", "faults", "clients", "processes"}
 
@@ -345,7 +350,7 @@ def test_nothing_reads_the_environment_or_keeps_state():
 # Packages that take long to import are imported on first use.
 HEAVY = (
     "orbax tensorstore tensorflow_datasets tensorflow grain datasets safetensors tensorboardX "
-    "wandb trackio tqdm rich sklearn matplotlib pandas torch flax clu.metrics "
+    "wandb trackio cloudpickle tqdm rich sklearn matplotlib pandas torch flax clu.metrics "
     "clu.parameter_overview "
     "jax.extend jax.experimental.pallas jax.experimental.compilation_cache"
 )

@@ -22,6 +22,7 @@ from stepfold.data.mixture import mix
 from stepfold.data.packing import block_diagonal_mask, pack
 from stepfold.data.prefetch import prefetch
 from stepfold.data.tfds import tfds_source
+from stepfold.data.workers import workers
 from stepfold.errors import (
     CheckpointError,
     ConfigError,
@@ -189,6 +190,7 @@ __all__ = [
     "wandb_writer",
     "watchdog",
     "weight_statistics",
+    "workers",
 ]
 
 

@@ -252,6 +252,10 @@ class Shard:
         index = jax.process_index()
         return self._fixed or Share(index, index + 1, jax.process_count())
 
+    def resolve(self) -> None:
+        """Read JAX's process index now, so that a copy in another process has it."""
+        self._share  # noqa: B018  it is cached
+
     def rows(self, size: int) -> tuple[int, int]:
         """Return the start and stop of this process's rows in a global batch of `size`."""
         first, stop, parts = self._share

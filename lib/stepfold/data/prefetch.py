@@ -32,9 +32,9 @@ def prefetch(batches: Any, *, sharding: Any = None, size: int = 2) -> "Prefetch"
     """Read batches in a background thread, and place them on devices.
 
     Prefetching hides the I/O latency of a source. Python code in a source still shares the
-    interpreter with the loop, so run heavy transforms in worker processes: pass
-    `dataset.mp_prefetch(…)` of a grain `IterDataset`. In a plain script these processes start only
-    after `absl.flags.FLAGS.mark_as_parsed()`.
+    interpreter with the loop, so run heavy transforms in other processes: pass `sf.workers(…)`, or
+    `dataset.mp_prefetch(…)` of a grain `IterDataset`. In a plain script grain's processes start
+    only after `absl.flags.FLAGS.mark_as_parsed()`.
 
     Prefetching changes neither the batches nor their order, and an error is raised at the batch
     that caused it. The next `next` then continues as that of `batches` does: `sf.batches` reads the
@@ -207,8 +207,8 @@ class Prefetch:
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        if name in _DEFAULTS:
-            return getattr(self._batches, name, _DEFAULTS[name])
+        if name in DEFAULTS:
+            return getattr(self._batches, name, DEFAULTS[name])
         # Only of batches that are a function of the step, that can skip some, or can resume.
         if name in ("state_at", "skipped", "batch_index", "count_rows"):
             return getattr(self._iterator, name)
@@ -290,7 +290,7 @@ class Prefetch:
             self._set_state(self._get_state())
 
 
-_DEFAULTS = {"endless": False, "steps_per_epoch": None, "epoch_ends": None, "batch_sizes": ()}
+DEFAULTS = {"endless": False, "steps_per_epoch": None, "epoch_ends": None, "batch_sizes": ()}
 """Attributes of the batches, with their values if the batches lack them."""
 
 

@@ -59,6 +59,13 @@ class BatchIterator:
         """The global batch sizes: pairs of a step and the size from that step on."""
         return [*{self._skips.step(index): size for index, size in self._sizes}.items()]
 
+    def copied(self) -> Self:
+        """Return a copy for other processes, which reads nothing of jax and checks no values."""
+        new = copy.copy(self)
+        new._shard.resolve()
+        new._has_checked_values = True
+        return new
+
     def _checked(self, batch: Any) -> Any:
         """Return a batch; warn if the first one has integers that jax would wrap around."""
         if not self._has_checked_values:
@@ -226,6 +233,16 @@ class StreamBatches(BatchIterator):
             refuse("without", expected, f"{ranges}", "make the batches again")
         return new
 
+    def unbuilt(self) -> tuple[Self, Any]:
+        """Return batches that are only read, and the builder that makes batches of them.
+
+        Each is a tuple of arguments of the builder's `build`. Both read one stream: use only the
+        new batches.
+        """
+        new = self.without([])
+        new._builder, new._has_checked_values = _Reader(self._builder.pads), True
+        return new, self._builder
+
     def get_state(self) -> dict[str, Any]:
         """Return the position and the pipeline's settings, serializable as JSON.
 
@@ -274,6 +291,15 @@ class StreamBatches(BatchIterator):
     def endless(self) -> bool:
         """Whether the stream is repeated forever."""
         return self._epochs is None
+
+
+class _Reader(NamedTuple):
+    """Take the place of a `BatchBuilder`, and return what it would make a batch of."""
+
+    pads: bool
+
+    def build(self, *arguments: Any) -> tuple[Any, ...]:
+        return arguments
 
 
 class Stream:
