@@ -22,8 +22,10 @@ from stepfold.checkpoint.leaves import (
     as_slices,
     checksum,
     map_arrays,
+    overlap,
     region,
     stored_name,
+    within,
 )
 from stepfold.checkpoint.manifest import FILES, STATE, DamageError, Manifest, stream_path
 from stepfold.errors import CheckpointError, refuse
@@ -80,7 +82,7 @@ class ArrayReader:
         arrays: dict[Region, np.ndarray] = {}
         for part, crc in self._shards[name].items():
             overlaps = {
-                target: both for target in wanted if (both := _overlap(part, target)) is not None
+                target: both for target in wanted if (both := overlap(part, target)) is not None
             }
             if not overlaps:
                 continue
@@ -91,7 +93,9 @@ class ArrayReader:
                     continue
                 if target not in arrays:
                     arrays[target] = _empty(target, leaf)
-                arrays[target][_within(both, target)] = values[_within(both, part)]
+                arrays[target][as_slices(within(both, target))] = values[
+                    as_slices(within(both, part))
+                ]
         return arrays
 
     def fill(self, name: str, value: Any) -> Any:
@@ -188,12 +192,3 @@ def _message(error: Exception) -> str:
 
 def _empty(part: Region, leaf: Leaf) -> np.ndarray:
     return np.empty([stop - start for start, stop in part], jax.numpy.dtype(leaf.dtype))
-
-
-def _overlap(one: Region, other: Region) -> Region | None:
-    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return both if all(start < stop for start, stop in both) else None
-
-
-def _within(part: Region, whole: Region) -> tuple[slice, ...]:
-    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, whole, strict=True))

@@ -273,8 +273,7 @@ class BucketStore(Bucket):
                 for shard in getattr(array, "addressable_shards", ()):
                     if shard.replica_id == 0:
                         shard.data.copy_to_host_async()
-            # Views if the device is the host: they keep the arrays valid, even if a step donates
-            # them.
+            # On CPU, zero-copy views; holding them protects donated buffers.
             shards = {name: shards_of(array) for name, array in arrays.items() if array.size}
         own = [int(time.time()), secrets.randbits(62)]
         seconds, number = broadcast_from_first(own, self.group)

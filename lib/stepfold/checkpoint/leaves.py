@@ -53,7 +53,7 @@ class Leaf(NamedTuple):
 def arrays_of(state: Any, group: Group | None = None) -> dict[str, Any]:
     """Return the leaves of a state by path, as arrays that no one else modifies.
 
-    Typed PRNG keys become their key data. With several processes, all arrays are of all of them.
+    Typed PRNG keys become their key data. With several processes, every array must be global.
     """
     _, processes = rank_in(group)
     arrays: dict[str, Any] = {}
@@ -159,6 +159,17 @@ def region(index: Sequence[slice], shape: Sequence[int]) -> Region:
 def as_slices(part: Region) -> tuple[slice, ...]:
     """Convert a region to an index."""
     return tuple(slice(*ends) for ends in part)
+
+
+def overlap(one: Region, other: Region) -> Region | None:
+    """Return the region that two have in common; None if there is none."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def within(part: Region, whole: Region) -> Region:
+    """Return where a region is in one that contains it."""
+    return tuple((a - c, b - c) for (a, b), (c, _) in zip(part, whole, strict=True))
 
 
 def bytes_of(array: np.ndarray) -> memoryview:

@@ -1,7 +1,7 @@
 """Names and layouts of parameters in other libraries, such as those of models on the hub.
 
-A `NameMap` lists which part of which leaf is which part of which array. The list does not depend on
-the direction, so that a load and an export agree.
+A `NameMap` maps slices of leaves to slices of file tensors, both ways, so that a load and an export
+agree.
 """
 
 import itertools

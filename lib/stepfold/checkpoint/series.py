@@ -103,8 +103,8 @@ class Temporary:
 
     Each series has a folder in the directory, so that runs can share the directory. It is named by
     the real path or URL of the series and by an identity, which is stored in `series.json` next to
-    the permanent steps: a series that is deleted or moved leaves its temporary steps behind, and a
-    new one in its place does not continue them. A temporary save that fails, as on a full disk,
+    the permanent steps. Temporary steps belong to one series; a new series at the same path ignores
+    them. A temporary save that fails, as on a full disk,
     causes a warning. Several processes need to see the same directory: a disk of one host serves
     the processes on that host only.
 
@@ -578,10 +578,13 @@ class Series(_StepReader):
         devices. Afterwards the state may be donated to a step, and numpy arrays may be modified.
         `before_commit` is called in a background thread before the step is committed.
 
-        The save is a temporary one only if `due` found nothing else due for this step;
-        `permanent=True` makes it permanent then too, and so does `requested=True`, which also
-        counts it among the requested steps unless the schedule has a save for this step. `fit` sets
-        both to save the best state so far.
+        | the save is | if |
+        | --- | --- |
+        | requested | `requested=True`, and no permanent save is due at this step |
+        | temporary | `due` found only a temporary save due, and `permanent=False` |
+        | permanent | otherwise |
+
+        A requested save is permanent too, and counts among the requested steps.
 
         Raises:
           CheckpointError: if the previous save failed, this one cannot begin, or the step exists.

@@ -61,8 +61,7 @@ class OrbaxSave:
                     self._reservation.callback(claim.release)
                     claim.acquire()
                     self._owns_files = True
-            # Views if the device is the host: they keep the arrays valid, even if a step donates
-            # them.
+            # On CPU, zero-copy views; holding them protects donated buffers.
             shards = {name: shards_of(array) for name, array in arrays.items()}
 
             def write_manifest(folder: Path) -> None:

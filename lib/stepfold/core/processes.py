@@ -26,7 +26,7 @@ _LONGEST_TEXT = 1000  # characters of an error
 
 
 class Disbanded(BaseException):
-    """A group of processes has ended, in all of them at the same meeting.
+    """Raised in every member of a group at once when one died or left.
 
     Attributes:
       dead: the processes that died.
@@ -40,10 +40,10 @@ class Disbanded(BaseException):
 
 @dataclass
 class Position:
-    """How far a process has come in its group; all of its processes count the same things.
+    """Progress counter: the others wait for the process with the lowest.
 
     Each call of `move` is between something that may take long in this process alone and something
-    that waits for others. So a process that others wait for has counted less than they have.
+    that waits for others.
 
     Attributes:
       meetings: the meetings entered.

@@ -87,7 +87,7 @@ def unknown_loops(program: "Program") -> list[str]:
 
 
 def _is_continued(run: "Run", program: "Program") -> bool:
-    """Whether a TPU's fusion of a collective with other work only continues that collective."""
+    """Whether a fusion continues an async collective on a TPU: skip it, to count that once."""
     return "chain_id=" in run.instruction.attributes and not any(
         "AsyncCollectiveStart" in line.attributes and run.instruction.name in line.operands
         for line in program.computations[run.computation]

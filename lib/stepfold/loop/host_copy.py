@@ -25,8 +25,10 @@ from stepfold.checkpoint.leaves import (
     bytes_of,
     leaves_of,
     make_leaf,
+    overlap,
     region,
     regions_of,
+    within,
 )
 from stepfold.core.processes import Group
 from stepfold.errors import refuse
@@ -59,7 +61,7 @@ class HostCopy:
         shards = [getattr(array, "addressable_shards", []) for array in arrays.values()]
         for shard in (shard for each in shards for shard in each):
             shard.data.copy_to_host_async()
-        # Views if the device is the host: they keep the arrays valid, even if a step donates them.
+        # On CPU, zero-copy views; holding them protects donated buffers.
         copy._parts = [
             {region(shard.index, leaf.shape): np.asarray(shard.data) for shard in each}
             for (_, leaf), each in zip(copy.leaves, shards, strict=True)
@@ -235,7 +237,7 @@ def _schedule(
             for wanted in sorted(layout.get(process, ())):
                 found = 0
                 for each, ranks in owners.items():
-                    common = _common(each, wanted)
+                    common = overlap(each, wanted)
                     if common is None:
                         continue
                     found += _size(common)
@@ -278,26 +280,14 @@ def _abstract(saved: Leaf, sharding: NamedSharding) -> Any:
     return jax.ShapeDtypeStruct(saved.shape[:-1], key.dtype, sharding=sharding)
 
 
-def _common(one: Region, other: Region) -> Region | None:
-    """Return the region that two have in common."""
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return common if all(start < stop for start, stop in common) else None
-
-
 def _cut(parts: Mapping[Region, np.ndarray], wanted: Region, leaf: Leaf) -> np.ndarray:
     """Assemble a region of a leaf from parts that cover it."""
     result = np.empty([stop - start for start, stop in wanted], jnp.dtype(leaf.dtype))
     for part, array in parts.items():
-        common = _common(part, wanted)
+        common = overlap(part, wanted)
         if common is not None:
-            result[as_slices(_within(common, wanted))] = array[as_slices(_within(common, part))]
+            result[as_slices(within(common, wanted))] = array[as_slices(within(common, part))]
     return result
-
-
-def _within(part: Region, whole: Region) -> Region:
-    return tuple(
-        (start - first, stop - first) for (start, stop), (first, _) in zip(part, whole, strict=True)
-    )
 
 
 def _size(part: Region) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from stepfold.core.axes import DATA_AXES, default_data_axes
 from stepfold.core.validation import read_instance
@@ -137,3 +137,12 @@ def data_axes(mesh: Mesh, axes: str | Sequence[str] | None = None) -> tuple[str,
 def axes_of(entry: Any) -> tuple[Any, ...]:
     """Return the axes that an entry of a PartitionSpec names, as a tuple."""
     return () if entry is None else tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+
+
+def common_mesh(plan: Any) -> Mesh | None:
+    """Return the mesh of a tree of shardings, or None if it is not a tree of `NamedSharding`s."""
+    shardings = jax.tree.leaves(plan)
+    if not shardings or not all(isinstance(each, NamedSharding) for each in shardings):
+        return None
+    mesh: Mesh = shardings[0].mesh
+    return mesh

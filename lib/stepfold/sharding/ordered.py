@@ -285,8 +285,7 @@ def _is_inexact(x: Any) -> bool:
 def _map(function: Callable[[Any], Any], count: int) -> Any:
     """Stack the results of a function of i, which are computed in a loop.
 
-    A loop over one block would be inlined, and then be optimized in another way than on a mesh
-    where devices have several blocks. So the compiler does not see where that begins and ends.
+    XLA inlines one-trip loops, which changes rounding. So hide the trip count.
     """
     if count > 1:
         return lax.map(function, jnp.arange(count, dtype=jnp.int32))

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from stepfold.core.axes import ACTIVATION_AXIS, DATA_AXES, default_data_axes
 from stepfold.core.state import TrainState
 from stepfold.errors import ShardingError, TreeMismatchError, refuse
-from stepfold.sharding.mesh import axes_of, check_mesh
+from stepfold.sharding.mesh import axes_of, check_mesh, common_mesh
 from stepfold.table import size, table
 from stepfold.tree import describe_value, is_array, named_leaves, path_name
 
@@ -359,11 +359,10 @@ def read_step_and_plan(
 
 def mesh_of(plan: Any, name: str = "build") -> Mesh:
     """Return the mesh of a plan that a function of devices made."""
-    shardings = jax.tree.leaves(plan)
-    if not shardings or not all(isinstance(each, NamedSharding) for each in shardings):
+    mesh = common_mesh(plan)
+    if mesh is None:
         advice = "make it with sf.make_sharding"
         refuse(name, "a plan from it, a tree of shardings", describe_value(plan), advice)
-    mesh: Mesh = shardings[0].mesh
     return mesh
 
 

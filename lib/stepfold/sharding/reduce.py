@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from stepfold.core.gradients import GradFn, gradients_in_parts
 from stepfold.core.loss import LossFn
 from stepfold.core.state import TrainState
 from stepfold.errors import DataError, ShardingError, refuse
-from stepfold.sharding.mesh import axes_of, data_axes
+from stepfold.sharding.mesh import axes_of, common_mesh, data_axes
 from stepfold.tree import describe_value, named_leaves
 
 
@@ -101,13 +101,10 @@ def reduce_once(
 
 def mesh_of_plan(plan: Any, argument: str) -> Mesh:
     """Return the mesh of the plan of a state, and refuse anything else."""
-    shardings = jax.tree.leaves(plan)
-    if not isinstance(plan, TrainState) or not all(
-        isinstance(sharding, NamedSharding) for sharding in shardings
-    ):
+    mesh = common_mesh(plan)
+    if not isinstance(plan, TrainState) or mesh is None:
         expected = "the plan of a TrainState, as sf.make_sharding makes it"
         refuse(argument, expected, type(plan).__name__, kind=ShardingError)
-    mesh: Mesh = shardings[0].mesh
     return mesh
 
 
