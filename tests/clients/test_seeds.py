@@ -1,6 +1,7 @@
 """Examples from the documentation of trainers run with their placeholders filled in."""
 
 import abc
+import dataclasses
 import inspect
 import json
 import types
@@ -20,6 +21,7 @@ from stepfold.adapter import (
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
     TrainerConfigureModelOutput,
+    TrainerOutput,
 )
 
 
@@ -333,6 +335,9 @@ def test_state_of_another_library_runs_with_its_own_steps():
     assert int(output.state.step) == 20
     assert made.history["train/loss"][-1] < made.history["train/loss"][0]
     assert not start.params["kernel"].is_deleted()
+    assert int(trainer(given={"model_state": start.params}, max_steps=1).train().step) == 1
+    with pytest.raises(sf.ConfigError, match="state: expected a TrainState, got flax"):
+        trainer(given={"model_state": start}).train()
 
 
 # What EasyDeL's "Trainer Protocol Documentation" does with a trainer of the library
@@ -517,3 +522,205 @@ def test_model_name_or_path_is_where_the_weights_are(tmp_path):
     assert bits(made.state.params) == bits(first.state.params)
     with pytest.raises(sf.CheckpointError, match="hub/name: .* nothing is downloaded"):
         trainer(model_name_or_path="hub/name")
+
+
+def test_outputs_by_position_in_the_order_of_either_document():
+    state, tx, schedule = sf.init_state(init, optax.sgd(0.1), jax.random.key(0)), optax.sgd(0.1), len
+    assert TrainerConfigureModelOutput(init, state).to_dict().items() >= {"state": state}.items()
+    of_model = TrainerConfigureModelOutput(init, tx, schedule, {"layers": 1})
+    assert (of_model.tx, of_model.scheduler, of_model.config) == (tx, len, {"layers": 1})
+    loaders = TrainerConfigureDataloaderOutput([1], [2])
+    assert (loaders.dataloader_train, loaders.dataloader_eval) == ([1], [2])
+    loaders = TrainerConfigureDataloaderOutput([1], 5, [2], 3)
+    assert (loaders.max_training_steps, loaders.dataloader_eval) == (5, [2])
+    steps = TrainerConfigureFunctionOutput(max, min)
+    assert (steps.train_step_fn, steps.eval_step_fn, steps.mesh) == (max, min, None)
+    steps = TrainerConfigureFunctionOutput(max, sf.make_mesh(), None, min)
+    assert (steps.eval_step_fn, steps.mesh) == (min, sf.make_mesh())
+
+
+def test_the_skeleton_as_printed_is_abstract():
+    class Printed(MyCustomTrainer):
+        configure_model = abc.abstractmethod(MyCustomTrainer.configure_model)
+        train = abc.abstractmethod(MyCustomTrainer.train)
+
+    with pytest.raises(TypeError, match="abstract"):
+        Printed(arguments(), TRAIN, TEST)
+
+
+def test_batches_of_a_list_are_those_of_the_run():
+    batches = [{name: values[i : i + 20] for name, values in TRAIN.items()} for i in (0, 20, 40)]
+
+    class Own(Trainer):
+        def configure_dataloaders(self):
+            return TrainerConfigureDataloaderOutput(batches, None)
+
+    class Default(Own):
+        def configure_dataloaders(self):
+            return Trainer.configure_dataloaders(self)
+
+    own, default = (
+        trainer(kind, {"loss_fn": plain_loss}, max_steps=3, shuffle_train_dataset=False)
+        for kind in (Own, Default)
+    )
+    assert bits(own.train().state) == bits(default.train().state)
+
+
+def test_dtypes_are_those_of_the_arguments():
+    made = trainer(dtype="bfloat16", param_dtype="float16", max_steps=1)
+    assert (made.dtype, made.param_dtype) == (jnp.bfloat16, jnp.float16)
+    assert made.state.params["kernel"].dtype == jnp.float16
+
+
+def test_a_failure_of_the_data_is_raised_after_a_save(tmp_path):
+    class Broken:
+        def __len__(self):
+            return 200
+
+        def __getitem__(self, index):
+            if index == 130:
+                raise OSError("broken")
+            return {name: values[index] for name, values in TRAIN.items()}
+
+    made = trainer(
+        given={"dataset_train": Broken(), "dataset_eval": None},
+        shuffle_train_dataset=False,
+        output_dir=tmp_path,
+    )
+    with pytest.raises(OSError, match="broken"):
+        made.train()
+    assert int(made.state.step) == sf.latest_step(tmp_path / "checkpoints") == 6
+
+
+def test_a_step_of_a_subclass_may_be_a_shard_map():
+    P = jax.sharding.PartitionSpec
+
+    class Mapped(Trainer):
+        def configure_functions(self):
+            def train_step(state, batch):
+                loss, grads = jax.value_and_grad(plain_loss)(state.params, batch, None)
+                grads = jax.lax.pmean(grads, ("dp", "fsdp"))
+                loss = jax.lax.pmean(loss, ("dp", "fsdp"))
+                return state.apply_gradients(grads=grads), {"loss": loss}
+
+            axes = {"in_specs": (P(), P(("dp", "fsdp"))), "out_specs": P(), "check_vma": False}
+            mapped = jax.shard_map(train_step, mesh=self.mesh, **axes)
+            return TrainerConfigureFunctionOutput(jax.jit(mapped), None)
+
+    changes = {"total_batch_size": 40, "sharding_array": (1, -1, 1, 1), "max_steps": 5}
+    given = {"dataset_eval": None}
+    mapped = trainer(Mapped, given, auto_shard_states=False, **changes)
+    mapped.train()
+    assert len(mapped.state.params["kernel"].sharding.device_set) == jax.device_count()
+    plain = trainer(given=given, **changes | {"sharding_array": (1, 1, 1, 1)})
+    for ours, theirs in zip(
+        *map(jax.tree.leaves, (mapped.state.params, plain.train().params)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_class_as_the_model_needs_a_state():
+    class Net:
+        """A model that is only named."""
+
+    params = init(jax.random.key(0))
+    assert trainer(given={"model": Net, "model_state": params}).model is Net
+    with pytest.raises(TypeError, match="Net"):
+        trainer(given={"model": Net})
+
+
+def test_a_step_may_return_an_object_of_metrics():
+    seen = []
+
+    class Own(Trainer):
+        def configure_functions(self):
+            def train_step(state, batch):
+                return state, Losses(jnp.float32(1.0), jnp.float32(2.0))
+
+            return TrainerConfigureFunctionOutput(jax.jit(train_step), None)
+
+        def apply_training_hooks(self, metrics):
+            seen.append(dict(metrics))
+            return super().apply_training_hooks(metrics)
+
+    trainer(Own, {"dataset_eval": None}, max_steps=5).train()
+    assert seen == [{"train/loss": 1.0, "train/accuracy": 2.0}]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Losses:
+    """Metrics of a step, as EasyDeL's `LossMetrics`."""
+
+    loss: jax.Array
+    accuracy: jax.Array
+
+
+def test_a_pipeline_of_tf_data_is_a_stream():
+    class Pipeline:
+        """What a `tf.data.Dataset` is read by; the real one is in `test_tensorflow.py`."""
+
+        def __iter__(self):
+            return self.as_numpy_iterator()
+
+        def as_numpy_iterator(self):
+            return ({name: values[i] for name, values in TRAIN.items()} for i in range(200))
+
+    made = trainer(given={"dataset_train": Pipeline(), "dataset_eval": None}, max_steps=12)
+    assert int(made.train().step) == 12
+    assert next(made.dataloader_train)["label"].tolist() == TRAIN["label"][40:60].tolist()
+
+
+def test_a_bar_in_a_pipe_is_lines_of_text(capsys):
+    trainer(given={"dataset_eval": None}, max_steps=5, progress_bar_type="tqdm").train()
+    assert "step 5" in capsys.readouterr().err
+
+
+def test_the_run_of_wandb_is_known_while_it_is_open(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    runs = []
+
+    class Own(Trainer):
+        def on_log(self, metrics, step):
+            runs.append(self.wandb_runtime)
+
+    made = trainer(Own, {"dataset_eval": None}, output_dir=tmp_path, use_wandb=True)
+    before = made.wandb_runtime
+    made.train()
+    assert runs[-1].offline
+    assert before is made.wandb_runtime is None
+
+
+OUTPUTS = [
+    TrainerConfigureDataloaderOutput(
+        dataloader_train=iter([1]), max_training_steps=9, dataloader_eval=[2], max_evaluation_steps=1
+    ),
+    TrainerConfigureFunctionOutput(
+        sharded_training_step_function=max,
+        mesh=jax.make_mesh((1,), ("dp",), devices=jax.devices()[:1]),
+        checkpoint_manager=None,
+        sharded_evaluation_step_function=min,
+    ),
+    TrainerConfigureModelOutput(model=len, tx=optax.sgd(0.1), scheduler=abs, config={"size": 2}),
+    TrainerOutput(state=None, mesh=None, last_save_file_name="9", checkpoint_path="runs/a/9"),
+]
+
+
+@pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: type(output).__name__)
+def test_outputs_of_the_reference(output):
+    kind = type(output)
+    assert kind.from_dict(output.to_dict()).to_dict() == output.to_dict()
+    (first, *_, last) = output.to_dict()
+    changed = output.replace(**{first: jnp.ones(2)})
+    assert [leaf.shape for leaf in jax.tree.leaves(changed)] == [(2,)]
+    assert jax.tree.map(lambda leaf: 2 * leaf, changed).to_dict()[first].tolist() == [2.0, 2.0]
+    assert changed.to_dict()[last] == output.to_dict()[last]
+    again = kind.from_json(output.to_json())
+    assert again.to_json() == output.to_json()
+    for name, value in output.to_dict().items():
+        if value is None or isinstance(value, int | str | dict | list | jax.sharding.Mesh):
+            is_state = (kind, name) == (TrainerOutput, "state")
+            assert is_state or getattr(again, name) == value
+        else:
+            assert "stores only its name" in getattr(again, name).advice

@@ -109,6 +109,8 @@ def _(ran, place):
         trainer(given={"loss_fn": None})
     with pytest.raises(sf.ConfigError, match=r"arguments: expected TrainingArguments, got dict"):
         Trainer({})
+    with pytest.raises(sf.ConfigError, match=r"arguments: expected TrainingArguments, got NoneType"):
+        Trainer()
     with pytest.raises(sf.ConfigError, match=r"model, model_state: expected a function key -> par"):
         trainer(given={"model": None})
 
@@ -148,6 +150,7 @@ def _(ran, place):
     uneven = trainer(eval_batch_size=32, given={"loss_fn": plain_loss})
     found = uneven.evaluate(uneven.state)["eval_loss"]
     assert found == pytest.approx(expected_loss(uneven.state.params, TEST), rel=1e-5)
+    assert ran.evaluate().keys() == {"eval_loss", "eval_accuracy"}
     norm = lambda state, batch: {"norm": sf.mean(jnp.linalg.norm(batch["image"], axis=1))}
     found = uneven.evaluate(metric_calculator=norm)
     wanted = np.linalg.norm(TEST["image"], axis=1).mean()
@@ -163,6 +166,7 @@ def _(ran, place):
     assert (made.model, made.config) == (init, None)
     assert float(made.scheduler(20)) == 0.0
     assert int(made.state.step) == 0
+    assert jnp.issubdtype(made.state.key.dtype, jax.dtypes.prng_key)
     assert made.tx.init(made.state.params) is not None
 
 
@@ -215,6 +219,7 @@ def examples(data):
 @row("A", "create_collect_function and its two kin")
 def _(ran, place):
     ragged = [{"ids": [1, 2, 3, 4, 5]}, {"ids": [6]}]
+    assert ran.create_collect_function()(ragged)["ids"].shape == (2, 5)
     for name in ("create_collect_function", "create_grain_collect_function"):
         padded = getattr(ran, name)(max_sequence_length=3, truncation_mode="keep_end")(ragged)
         assert padded["ids"].tolist() == [[3, 4, 5], [6, 0, 0]]
