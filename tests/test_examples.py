@@ -9,6 +9,7 @@ from pathlib import Path
 from pydoc_data import topics
 
 import pytest
+from tests.clients.rows import shows
 
 from .forks import PRELOAD, ForkServer
 
@@ -164,6 +165,13 @@ def test_lora_learns_new_digits_and_keeps_the_base_frozen(examples):
     assert int(kept) == 2 * 4 * trained + 4 < int(whole) / 8  # two moments and a count
 
 
+@shows(
+    "BaseTrainer",
+    "Core concepts",
+    {
+        "SFT, DPO": "a loss function, as in `examples/lora.py` and `examples/preferences.py`",
+    },
+)
 @pytest.mark.full
 def test_preferences_are_learned_and_show_in_generated_text(examples):
     printed = examples.printed("preferences")

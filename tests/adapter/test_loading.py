@@ -4,6 +4,7 @@ import copy
 
 import numpy as np
 import pytest
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter import TrainingArguments, plan
@@ -125,6 +126,14 @@ def test_grain_reads_rows_of_arrays(kind):
     assert (y == x * 2).all()
 
 
+@shows(
+    "API reference",
+    "Attributes",
+    {
+        "`dataloader_eval`": "starts again for each evaluation: `next(iter(…))` in place of "
+        "`next(…)`",
+    },
+)
 def test_an_evaluation_reads_all_data_each_time():
     loader = evaluation()
     for _ in range(2):

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from tests.adapter.digits import TEST, TRAIN, arguments, bits, init, loss_fn, plain_loss, trainer
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter import (
@@ -87,6 +88,20 @@ class MyCustomTrainer(BaseTrainerProtocol):
         sf.save(ckpt_path, state or self._model_state)
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: configuration",
+    {
+        "the same three by keyword": "the same",
+    },
+)
+@shows(
+    "Trainer Protocol",
+    "Implementation skeleton example",
+    {
+        "its methods filled in": "it trains, evaluates, saves and restores",
+    },
+)
 def test_protocol_skeleton_runs(tmp_path):
     made = MyCustomTrainer(arguments(), TRAIN, TEST)
     before = made.evaluate(made._model_state)["loss"]
@@ -130,6 +145,17 @@ class CustomTrainer(Trainer):
         super().on_step_end(state, metrics, *args, **kwargs)
 
 
+@shows("BaseTrainer", "Core concepts", {"`BaseTrainer`": "`Trainer`"})
+@shows("BaseTrainer", "Configuration example", {"`trainer.train()`": "the same"})
+@shows(
+    "BaseTrainer",
+    "Customization",
+    {
+        "override `configure_functions`": "the same",
+        "`self.scheduler(state.step)` in a hook": "the same",
+        "`super().on_step_end(…)` without `return`": "changes nothing",
+    },
+)
 def test_customization_runs(capsys):
     made = trainer(CustomTrainer, scheduler="linear", eval_batch_size=32, given={"loss_fn": None})
     before = made.evaluate()["eval_loss"]
@@ -139,6 +165,13 @@ def test_customization_runs(capsys):
     assert capsys.readouterr().out.count("Step completed. Current LR: ") == 20
 
 
+@shows(
+    "BaseTrainer",
+    "Customization",
+    {
+        "`CustomTrainer` as printed": "with `Trainer` in place of `BaseTrainer`",
+    },
+)
 def test_customization_runs_with_its_placeholders():
     class Placeholders(CustomTrainer):
         def configure_functions(self, *args, **kwargs):
@@ -236,6 +269,29 @@ PROPERTIES_OF_GUIDE = (
 )
 
 
+@shows(
+    "Trainer Protocol",
+    "Introduction",
+    {
+        "a protocol as the contract of trainers": "`BaseTrainerProtocol`; `isinstance` accepts "
+        "any object with all members of this guide, or all of the reference",
+    },
+)
+@shows(
+    "Trainer Protocol",
+    "Required properties",
+    {
+        "all nine belong to the protocol": "an object without one of them is no "
+        "`BaseTrainerProtocol`",
+    },
+)
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "an object with these members and no others": "is a `BaseTrainerProtocol`",
+    },
+)
 @pytest.mark.parametrize(
     "members",
     [(*ABSTRACT, *PROPERTIES, *ATTRIBUTES), (*METHODS, *PROPERTIES_OF_GUIDE)],
@@ -249,6 +305,21 @@ def test_an_object_with_exactly_the_members_of_a_document_is_a_trainer(members):
         assert not isinstance(types.SimpleNamespace(**others), BaseTrainerProtocol)
 
 
+@shows(
+    "Trainer Protocol",
+    "Introduction",
+    {
+        "a blueprint of required members": "a subclass that lacks methods cannot be constructed; "
+        "the error lists them",
+    },
+)
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "abstract methods must be implemented": "those of this reference, or those of the guide",
+    },
+)
 @pytest.mark.parametrize("names", [tuple(ABSTRACT), METHODS], ids=["reference", "guide"])
 def test_a_subclass_without_a_method_cannot_be_constructed(names):
     methods = {name: lambda self, *args: None for name in names}
@@ -316,6 +387,14 @@ def test_models_of_other_libraries_train():
         trainer(given={"model": dense})
 
 
+@shows(
+    "BaseTrainer",
+    "Customization",
+    {
+        "a `TrainState` of flax as `model_state`": "with your own steps; the step made of "
+        "`loss_fn` takes its `params`",
+    },
+)
 def test_state_of_another_library_runs_with_its_own_steps():
     from flax.training.train_state import TrainState
 
@@ -355,6 +434,14 @@ class Skeleton(Trainer):
     save_pretrained = MyCustomTrainer.save_pretrained
 
 
+@shows(
+    "Trainer Protocol",
+    "Implementation skeleton example",
+    {
+        "its `__init__`, on `Trainer`": "runs without `super().__init__()`",
+        "its `train`, `evaluate` and `save_pretrained`, on `Trainer`": "the same",
+    },
+)
 def test_the_skeleton_runs_on_the_trainer(tmp_path):
     made, plain = (kind(arguments(), TRAIN, TEST) for kind in (Skeleton, MyCustomTrainer))
     assert isinstance(made, BaseTrainerProtocol)
@@ -383,6 +470,20 @@ class Assigning(Trainer):
         return sf.init_state(init, self.optimizer, jax.random.key(3))
 
 
+@shows(
+    "Trainer Protocol",
+    "Required properties",
+    {
+        "`optimizer`": "another name of `tx`; `configure_model` may assign it",
+    },
+)
+@shows(
+    "Trainer Protocol",
+    "Implementation skeleton example",
+    {
+        "`self.optimizer = …`, `self.scheduler = …` in `configure_model`": "the same",
+    },
+)
 def test_an_optimizer_that_configure_model_assigns_is_that_of_the_run():
     made = trainer(Assigning)
     state = made.train().state
@@ -393,6 +494,13 @@ def test_an_optimizer_that_configure_model_assigns_is_that_of_the_run():
     assert made.scheduler(0) == 0.1
 
 
+@shows(
+    "Trainer Protocol",
+    "Required properties",
+    {
+        "`scheduler`": "an optax schedule; `configure_model` may assign it",
+    },
+)
 def test_a_schedule_that_configure_model_assigns_makes_the_optimizer():
     class Scheduled(Trainer):
         def configure_model(self):
@@ -415,6 +523,22 @@ def test_an_assigned_optimizer_has_to_be_one():
         trainer(Wrong)
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: train",
+    {
+        "returns the state": "a `TrainerOutput`: `(state,) = trainer.train()`, and it has "
+        "`params`, `step` and `opt_state` of the state",
+    },
+)
+@shows(
+    "Trainer Protocol",
+    "Required methods: configuration",
+    {
+        "`configure_functions` returns a named tuple": "a dataclass that unpacks: `train_step_fn, "
+        "eval_step_fn = …`",
+    },
+)
 def test_the_outputs_are_the_named_tuples_of_the_text():
     made = trainer(given={"dataset_eval": None})
     model, state = made.configure_model()
@@ -432,6 +556,15 @@ def test_the_outputs_are_the_named_tuples_of_the_text():
     )  # fmt: skip
 
 
+@shows(
+    "BaseTrainer",
+    "Core concepts",
+    {
+        "`EasyDeLState`, a `TrainState` of flax": "`sf.TrainState`, without `tx` and `apply_fn`; "
+        "your own steps get one with `apply_gradients` and `replace`",
+    },
+)
+@shows("BaseTrainer", "Customization", {"`state.apply_gradients(grads=grads)`": "the same"})
 @pytest.mark.parametrize("start", ["by_itself", "given"])
 def test_steps_may_call_apply_gradients_of_the_state(start):
     class Applies(Trainer):
@@ -456,6 +589,14 @@ def test_steps_may_call_apply_gradients_of_the_state(start):
     assert int(made.state.step) == 21
 
 
+@shows(
+    "Trainer Protocol",
+    "Introduction",
+    {
+        "trainers are interchangeable": "a function of a trainer takes a `Trainer` and your own "
+        "class alike",
+    },
+)
 def test_one_function_uses_trainers_of_either_kind(tmp_path):
     def use(trainer):
         state = trainer.train()
@@ -469,6 +610,7 @@ def test_one_function_uses_trainers_of_either_kind(tmp_path):
         assert np.isfinite([*metrics.values()]).all()
 
 
+@shows("BaseTrainer", "Key methods", {'`train("path")`': "the same"})
 def test_train_takes_a_checkpoint_by_position(tmp_path):
     trainer(max_steps=4, output_dir=tmp_path).train()
     made = trainer(max_steps=8)
@@ -483,6 +625,27 @@ class Tokenizer:
         Path(folder, "vocab.txt").write_text("a b c")
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: save_pretrained",
+    {
+        "metadata such as a tokenizer": '`Trainer(metadata={"tokenizer": tokenizer})`',
+    },
+)
+@shows(
+    "BaseTrainer",
+    "Core concepts",
+    {
+        "automatic saving of the arguments": "`output_dir/arguments.json`",
+    },
+)
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "`save_directory=None`": "`output_dir/pretrained`",
+    },
+)
 def test_the_tokenizer_and_the_arguments_are_next_to_the_checkpoints(tmp_path):
     given = {"config": {"layers": 2}, "metadata": {"tokenizer": Tokenizer(), "labels": ["a", "b"]}}
     run, copy, weights = tmp_path / "run", tmp_path / "copy", tmp_path / "weights"
@@ -514,6 +677,22 @@ def test_metadata_that_cannot_be_written_are_refused(metadata, message):
         trainer(given={"metadata": metadata})
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: train",
+    {
+        "`arguments.model_name_or_path`": "a path to a checkpoint or safetensors; nothing is "
+        "downloaded",
+    },
+)
+@shows(
+    "BaseTrainer",
+    "Key methods",
+    {
+        "`configure_model` loads a pretrained model by the arguments": "its weights, from the "
+        "path `model_name_or_path`; the model is `model=`",
+    },
+)
 def test_model_name_or_path_is_where_the_weights_are(tmp_path):
     first = trainer(max_steps=2)
     first.train()
@@ -524,8 +703,22 @@ def test_model_name_or_path_is_where_the_weights_are(tmp_path):
         trainer(model_name_or_path="hub/name")
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: configuration",
+    {
+        "`TrainerConfigureFunctionOutput(train_step_fn, eval_step_fn)` by position": "the same",
+        "`TrainerConfigureModelOutput(model, state)` by position": "the same",
+        "`TrainerConfigureDataloaderOutput(dataloader_train, dataloader_eval)` by position": "the "
+        "same",
+    },
+)
 def test_outputs_by_position_in_the_order_of_either_document():
-    state, tx, schedule = sf.init_state(init, optax.sgd(0.1), jax.random.key(0)), optax.sgd(0.1), len
+    state, tx, schedule = (
+        sf.init_state(init, optax.sgd(0.1), jax.random.key(0)),
+        optax.sgd(0.1),
+        len,
+    )
     assert TrainerConfigureModelOutput(init, state).to_dict().items() >= {"state": state}.items()
     of_model = TrainerConfigureModelOutput(init, tx, schedule, {"layers": 1})
     assert (of_model.tx, of_model.scheduler, of_model.config) == (tx, len, {"layers": 1})
@@ -539,6 +732,14 @@ def test_outputs_by_position_in_the_order_of_either_document():
     assert (steps.eval_step_fn, steps.mesh) == (min, sf.make_mesh())
 
 
+@shows(
+    "Trainer Protocol",
+    "Implementation skeleton example",
+    {
+        "the class as printed, with abstract methods": "only a subclass that defines them can be "
+        "constructed",
+    },
+)
 def test_the_skeleton_as_printed_is_abstract():
     class Printed(MyCustomTrainer):
         configure_model = abc.abstractmethod(MyCustomTrainer.configure_model)
@@ -548,6 +749,13 @@ def test_the_skeleton_as_printed_is_abstract():
         Printed(arguments(), TRAIN, TEST)
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: train",
+    {
+        "loads data by dataloaders": "`dataloader_train`, of `configure_dataloaders`",
+    },
+)
 def test_batches_of_a_list_are_those_of_the_run():
     batches = [{name: values[i : i + 20] for name, values in TRAIN.items()} for i in (0, 20, 40)]
 
@@ -566,12 +774,27 @@ def test_batches_of_a_list_are_those_of_the_run():
     assert bits(own.train().state) == bits(default.train().state)
 
 
+@shows(
+    "Trainer Protocol",
+    "Required properties",
+    {
+        "`dtype`": "of `arguments.dtype`, float32 by default",
+        "`param_dtype`": "of `arguments.param_dtype`, float32 by default",
+    },
+)
 def test_dtypes_are_those_of_the_arguments():
     made = trainer(dtype="bfloat16", param_dtype="float16", max_steps=1)
     assert (made.dtype, made.param_dtype) == (jnp.bfloat16, jnp.float16)
     assert made.state.params["kernel"].dtype == jnp.float16
 
 
+@shows(
+    "Trainer Protocol",
+    "Best practices for implementation",
+    {
+        "failures of the data": "raised after a save of the steps before",
+    },
+)
 def test_a_failure_of_the_data_is_raised_after_a_save(tmp_path):
     class Broken:
         def __len__(self):
@@ -592,6 +815,14 @@ def test_a_failure_of_the_data_is_raised_after_a_save(tmp_path):
     assert int(made.state.step) == sf.latest_step(tmp_path / "checkpoints") == 6
 
 
+@shows(
+    "Trainer Protocol",
+    "Best practices for implementation",
+    {
+        "steps with `pmap` or `shmap`": "`jax.shard_map` in your step, over `self.mesh`; without "
+        "it, XLA shards the step",
+    },
+)
 def test_a_step_of_a_subclass_may_be_a_shard_map():
     P = jax.sharding.PartitionSpec
 
@@ -612,13 +843,22 @@ def test_a_step_of_a_subclass_may_be_a_shard_map():
     mapped = trainer(Mapped, given, auto_shard_states=False, **changes)
     mapped.train()
     assert len(mapped.state.params["kernel"].sharding.device_set) == jax.device_count()
-    plain = trainer(given=given, **changes | {"sharding_array": (1, 1, 1, 1)})
+    del changes["sharding_array"]
+    plain = trainer(given=given, **changes)
     for ours, theirs in zip(
         *map(jax.tree.leaves, (mapped.state.params, plain.train().params)), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+@shows(
+    "API reference",
+    "Constructor",
+    {
+        "`model` is a class": "kept as it is beside `model_state`; without, `model` makes the "
+        "parameters from a key",
+    },
+)
 def test_a_class_as_the_model_needs_a_state():
     class Net:
         """A model that is only named."""
@@ -629,6 +869,14 @@ def test_a_class_as_the_model_needs_a_state():
         trainer(given={"model": Net})
 
 
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "`LossMetrics` objects": "a step may return one; `apply_training_hooks` gets numbers by "
+        "name",
+    },
+)
 def test_a_step_may_return_an_object_of_metrics():
     seen = []
 
@@ -656,6 +904,14 @@ class Losses:
     accuracy: jax.Array
 
 
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "tf.data without `use_grain`": "batches of NumPy arrays; a `tf.data.Dataset` is read as a "
+        "stream",
+    },
+)
 def test_a_pipeline_of_tf_data_is_a_stream():
     class Pipeline:
         """What a `tf.data.Dataset` is read by; the real one is in `test_tensorflow.py`."""
@@ -671,11 +927,25 @@ def test_a_pipeline_of_tf_data_is_a_stream():
     assert next(made.dataloader_train)["label"].tolist() == TRAIN["label"][40:60].tolist()
 
 
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "progress without a terminal": "a bar becomes lines of text",
+    },
+)
 def test_a_bar_in_a_pipe_is_lines_of_text(capsys):
     trainer(given={"dataset_eval": None}, max_steps=5, progress_bar_type="tqdm").train()
     assert "step 5" in capsys.readouterr().err
 
 
+@shows(
+    "API reference",
+    "Attributes",
+    {
+        "`wandb_runtime`": "the run of W&B during `train`, None before and after",
+    },
+)
 def test_the_run_of_wandb_is_known_while_it_is_open(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -683,6 +953,7 @@ def test_the_run_of_wandb_is_known_while_it_is_open(tmp_path, monkeypatch):
 
     class Own(Trainer):
         def on_log(self, metrics, step):
+            self.writer.flush()
             runs.append(self.wandb_runtime)
 
     made = trainer(Own, {"dataset_eval": None}, output_dir=tmp_path, use_wandb=True)
@@ -694,11 +965,14 @@ def test_the_run_of_wandb_is_known_while_it_is_open(tmp_path, monkeypatch):
 
 OUTPUTS = [
     TrainerConfigureDataloaderOutput(
-        dataloader_train=iter([1]), max_training_steps=9, dataloader_eval=[2], max_evaluation_steps=1
+        dataloader_train=iter([1]),
+        max_training_steps=9,
+        dataloader_eval=[2],
+        max_evaluation_steps=1,
     ),
     TrainerConfigureFunctionOutput(
         sharded_training_step_function=max,
-        mesh=jax.make_mesh((1,), ("dp",), devices=jax.devices()[:1]),
+        mesh=sf.make_mesh((1,), ("dp",), devices=jax.devices()[:1]),
         checkpoint_manager=None,
         sharded_evaluation_step_function=min,
     ),
@@ -707,6 +981,54 @@ OUTPUTS = [
 ]
 
 
+@shows(
+    "API reference",
+    "TrainerConfigureDataloaderOutput",
+    {
+        "fields by keyword": "the same",
+        "`from_dict`": "the same",
+        "`from_json`": "loaders come back as placeholders",
+        "`replace`": "the same",
+        "`to_dict`": "the same",
+        "`to_json`": "loaders by name, numbers as they are",
+        "a pytree": "the same; arrays are its leaves",
+    },
+)
+@shows(
+    "API reference",
+    "TrainerConfigureFunctionOutput",
+    {
+        "fields by keyword": "the same",
+        "`from_dict`": "the same",
+        "`from_json`": "steps come back as placeholders, the mesh as it was",
+        "`replace`": "the same",
+        "`to_dict`": "the same",
+        "`to_json`": "steps by name, the mesh by its devices",
+        "a pytree": "the same; arrays are its leaves",
+    },
+)
+@shows(
+    "API reference",
+    "TrainerConfigureModelOutput",
+    {
+        "fields by keyword": "the same",
+        "`from_dict`": "the same",
+        "`replace`": "the same",
+        "`to_dict`": "the same",
+        "a pytree": "the same; arrays are its leaves",
+    },
+)
+@shows(
+    "API reference",
+    "TrainerOutput",
+    {
+        "fields by keyword": "the same",
+        "`from_dict`": "the same",
+        "`replace`": "the same",
+        "`to_dict`": "the same",
+        "a pytree": "the same; arrays are its leaves",
+    },
+)
 @pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: type(output).__name__)
 def test_outputs_of_the_reference(output):
     kind = type(output)
