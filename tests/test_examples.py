@@ -168,9 +168,7 @@ def test_lora_learns_new_digits_and_keeps_the_base_frozen(examples):
 @shows(
     "BaseTrainer",
     "Core concepts",
-    {
-        "SFT, DPO": "a loss function, as in `examples/lora.py` and `examples/preferences.py`",
-    },
+    {"SFT, DPO": "a loss function, as in `examples/lora.py` and `examples/preferences.py`"},
 )
 @pytest.mark.full
 def test_preferences_are_learned_and_show_in_generated_text(examples):

@@ -103,9 +103,7 @@ def test_positional_arguments_are_refused():
 @shows(
     "BaseTrainer",
     "Core concepts",
-    {
-        "`TrainingArguments` is a dataclass": "a frozen one; `arguments.replace(…)` changes fields",
-    },
+    {"`TrainingArguments` is a dataclass": "a frozen one; `arguments.replace(…)` changes fields"},
 )
 def test_it_is_a_standard_dataclass():
     names = [*FIELDS]

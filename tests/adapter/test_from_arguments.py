@@ -165,9 +165,7 @@ def checkpoints_of(**fields):
 @shows(
     "Trainer Protocol",
     "Required methods: train",
-    {
-        "saves checkpoints by the arguments": "the same",
-    },
+    {"saves checkpoints by the arguments": "the same"},
 )
 def test_checkpoints_have_the_directory_and_intervals_of_the_arguments():
     series = checkpoints_of(

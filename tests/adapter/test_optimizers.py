@@ -441,11 +441,7 @@ def test_fields_without_an_effect_are_refused(fields):
 
 
 @shows(
-    "API reference",
-    "Methods and properties",
-    {
-        "`pruning_module` wraps the optimizer": "the same",
-    },
+    "API reference", "Methods and properties", {"`pruning_module` wraps the optimizer": "the same"}
 )
 def test_pruning_wraps_a_custom_optimizer_too():
     arguments = TrainingArguments(pruning_module=lambda tx: optax.chain(tx, optax.scale(0.0)))

@@ -17,7 +17,8 @@ from . import digits
     "Trainer Protocol",
     "Implementation skeleton example",
     {
-        "its six methods as overrides of `Trainer`": "a run calls `evaluate` at each evaluation",
+        "its six methods as overrides of `Trainer`": "a run calls them, `evaluate` at each "
+        "evaluation"
     },
 )
 def test_evaluate_of_a_subclass_measures_in_a_run(tmp_path):
@@ -46,7 +47,7 @@ def test_evaluate_of_a_subclass_measures_in_a_run(tmp_path):
     "Key methods",
     {
         "`train` calls `eval`": "if a subclass overrides it, and not `evaluate`; it may return a "
-        "dict, or yield",
+        "dict, or yield"
     },
 )
 @pytest.mark.parametrize("kind", ["dict", "numbers", "metrics"])
@@ -115,7 +116,7 @@ class ByKeywords(Trainer):
     "Key methods",
     {
         "`train` calls `save_pretrained` by `save_strategy`": "if a subclass overrides it, in "
-        "addition to the checkpoints of the run",
+        "addition to the checkpoints of the run"
     },
 )
 @pytest.mark.parametrize("kind", [ByPath, ByDirectory, pytest.param(ByKeywords, marks=FULL)])

@@ -102,9 +102,7 @@ QUIET = {"performance_mode": True}
 @shows(
     "Trainer Protocol",
     "Best practices for implementation",
-    {
-        "NaN or inf": "ends the run with the last finite state",
-    },
+    {"NaN or inf": "ends the run with the last finite state"},
 )
 @pytest.mark.parametrize("options", [{}, pytest.param(QUIET, marks=pytest.mark.full)])
 def test_a_nan_ends_the_run_at_the_first_log_point_that_sees_it(options):

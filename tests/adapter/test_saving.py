@@ -134,9 +134,7 @@ def test_a_name_for_a_missing_path_is_refused(tmp_path):
 @shows(
     "API reference",
     "Methods and properties",
-    {
-        "`gather_fns`": "refused, since arrays are saved from where they are",
-    },
+    {"`gather_fns`": "refused, since arrays are saved from where they are"},
 )
 def test_gathering_is_refused(tmp_path):
     trainer = digits.trainer(max_steps=1)

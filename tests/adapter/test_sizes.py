@@ -18,7 +18,7 @@ def plan_for(train=None, evaluation=None, devices=8, **fields):
     "Configuration example",
     {
         "`per_device_train_batch_size`": "with `total_batch_size`, the most on a device at once; "
-        "alone, it sets the batch",
+        "alone, it sets the batch"
     },
 )
 @pytest.mark.parametrize(
@@ -77,9 +77,7 @@ def test_evaluation_batch():
 @shows(
     "Trainer Protocol",
     "Required methods: train",
-    {
-        "iterates over epochs and steps": "by `num_train_epochs` or `max_steps`",
-    },
+    {"iterates over epochs and steps": "by `num_train_epochs` or `max_steps`"},
 )
 @pytest.mark.parametrize(
     ("fields", "epoch_steps", "steps"),

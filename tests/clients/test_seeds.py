@@ -89,18 +89,12 @@ class MyCustomTrainer(BaseTrainerProtocol):
 
 
 @shows(
-    "Trainer Protocol",
-    "Required methods: configuration",
-    {
-        "the same three by keyword": "the same",
-    },
+    "Trainer Protocol", "Required methods: configuration", {"the same three by keyword": "the same"}
 )
 @shows(
     "Trainer Protocol",
     "Implementation skeleton example",
-    {
-        "its methods filled in": "it trains, evaluates, saves and restores",
-    },
+    {"its methods filled in": "it trains, evaluates, saves and restores"},
 )
 def test_protocol_skeleton_runs(tmp_path):
     made = MyCustomTrainer(arguments(), TRAIN, TEST)
@@ -168,9 +162,7 @@ def test_customization_runs(capsys):
 @shows(
     "BaseTrainer",
     "Customization",
-    {
-        "`CustomTrainer` as printed": "with `Trainer` in place of `BaseTrainer`",
-    },
+    {"`CustomTrainer` as printed": "with `Trainer` in place of `BaseTrainer`"},
 )
 def test_customization_runs_with_its_placeholders():
     class Placeholders(CustomTrainer):
@@ -274,7 +266,7 @@ PROPERTIES_OF_GUIDE = (
     "Introduction",
     {
         "a protocol as the contract of trainers": "`BaseTrainerProtocol`; `isinstance` accepts "
-        "any object with all members of this guide, or all of the reference",
+        "any object with all members of this guide, or all of the reference"
     },
 )
 @shows(
@@ -282,15 +274,13 @@ PROPERTIES_OF_GUIDE = (
     "Required properties",
     {
         "all nine belong to the protocol": "an object without one of them is no "
-        "`BaseTrainerProtocol`",
+        "`BaseTrainerProtocol`"
     },
 )
 @shows(
     "API reference",
     "Methods and properties",
-    {
-        "an object with these members and no others": "is a `BaseTrainerProtocol`",
-    },
+    {"an object with these members and no others": "is a `BaseTrainerProtocol`"},
 )
 @pytest.mark.parametrize(
     "members",
@@ -310,15 +300,13 @@ def test_an_object_with_exactly_the_members_of_a_document_is_a_trainer(members):
     "Introduction",
     {
         "a blueprint of required members": "a subclass that lacks methods cannot be constructed; "
-        "the error lists them",
+        "the error lists them"
     },
 )
 @shows(
     "API reference",
     "Methods and properties",
-    {
-        "abstract methods must be implemented": "those of this reference, or those of the guide",
-    },
+    {"abstract methods must be implemented": "those of this reference, or those of the guide"},
 )
 @pytest.mark.parametrize("names", [tuple(ABSTRACT), METHODS], ids=["reference", "guide"])
 def test_a_subclass_without_a_method_cannot_be_constructed(names):
@@ -392,7 +380,7 @@ def test_models_of_other_libraries_train():
     "Customization",
     {
         "a `TrainState` of flax as `model_state`": "with your own steps; the step made of "
-        "`loss_fn` takes its `params`",
+        "`loss_fn` takes its `params`"
     },
 )
 def test_state_of_another_library_runs_with_its_own_steps():
@@ -473,16 +461,12 @@ class Assigning(Trainer):
 @shows(
     "Trainer Protocol",
     "Required properties",
-    {
-        "`optimizer`": "another name of `tx`; `configure_model` may assign it",
-    },
+    {"`optimizer`": "another name of `tx`; `configure_model` may assign it"},
 )
 @shows(
     "Trainer Protocol",
     "Implementation skeleton example",
-    {
-        "`self.optimizer = …`, `self.scheduler = …` in `configure_model`": "the same",
-    },
+    {"`self.optimizer = …`, `self.scheduler = …` in `configure_model`": "the same"},
 )
 def test_an_optimizer_that_configure_model_assigns_is_that_of_the_run():
     made = trainer(Assigning)
@@ -497,9 +481,7 @@ def test_an_optimizer_that_configure_model_assigns_is_that_of_the_run():
 @shows(
     "Trainer Protocol",
     "Required properties",
-    {
-        "`scheduler`": "an optax schedule; `configure_model` may assign it",
-    },
+    {"`scheduler`": "an optax schedule; `configure_model` may assign it"},
 )
 def test_a_schedule_that_configure_model_assigns_makes_the_optimizer():
     class Scheduled(Trainer):
@@ -528,7 +510,7 @@ def test_an_assigned_optimizer_has_to_be_one():
     "Required methods: train",
     {
         "returns the state": "a `TrainerOutput`: `(state,) = trainer.train()`, and it has "
-        "`params`, `step` and `opt_state` of the state",
+        "`params`, `step` and `opt_state` of the state"
     },
 )
 @shows(
@@ -536,7 +518,7 @@ def test_an_assigned_optimizer_has_to_be_one():
     "Required methods: configuration",
     {
         "`configure_functions` returns a named tuple": "a dataclass that unpacks: `train_step_fn, "
-        "eval_step_fn = …`",
+        "eval_step_fn = …`"
     },
 )
 def test_the_outputs_are_the_named_tuples_of_the_text():
@@ -561,7 +543,7 @@ def test_the_outputs_are_the_named_tuples_of_the_text():
     "Core concepts",
     {
         "`EasyDeLState`, a `TrainState` of flax": "`sf.TrainState`, without `tx` and `apply_fn`; "
-        "your own steps get one with `apply_gradients` and `replace`",
+        "your own steps get one with `apply_gradients` and `replace`"
     },
 )
 @shows("BaseTrainer", "Customization", {"`state.apply_gradients(grads=grads)`": "the same"})
@@ -594,7 +576,7 @@ def test_steps_may_call_apply_gradients_of_the_state(start):
     "Introduction",
     {
         "trainers are interchangeable": "a function of a trainer takes a `Trainer` and your own "
-        "class alike",
+        "class alike"
     },
 )
 def test_one_function_uses_trainers_of_either_kind(tmp_path):
@@ -628,23 +610,15 @@ class Tokenizer:
 @shows(
     "Trainer Protocol",
     "Required methods: save_pretrained",
-    {
-        "metadata such as a tokenizer": '`Trainer(metadata={"tokenizer": tokenizer})`',
-    },
+    {"metadata such as a tokenizer": '`Trainer(metadata={"tokenizer": tokenizer})`'},
 )
 @shows(
     "BaseTrainer",
     "Core concepts",
-    {
-        "automatic saving of the arguments": "`output_dir/arguments.json`",
-    },
+    {"automatic saving of the arguments": "`output_dir/arguments.json`"},
 )
 @shows(
-    "API reference",
-    "Methods and properties",
-    {
-        "`save_directory=None`": "`output_dir/pretrained`",
-    },
+    "API reference", "Methods and properties", {"`save_directory=None`": "`output_dir/pretrained`"}
 )
 def test_the_tokenizer_and_the_arguments_are_next_to_the_checkpoints(tmp_path):
     given = {"config": {"layers": 2}, "metadata": {"tokenizer": Tokenizer(), "labels": ["a", "b"]}}
@@ -682,7 +656,7 @@ def test_metadata_that_cannot_be_written_are_refused(metadata, message):
     "Required methods: train",
     {
         "`arguments.model_name_or_path`": "a path to a checkpoint or safetensors; nothing is "
-        "downloaded",
+        "downloaded"
     },
 )
 @shows(
@@ -690,7 +664,7 @@ def test_metadata_that_cannot_be_written_are_refused(metadata, message):
     "Key methods",
     {
         "`configure_model` loads a pretrained model by the arguments": "its weights, from the "
-        "path `model_name_or_path`; the model is `model=`",
+        "path `model_name_or_path`; the model is `model=`"
     },
 )
 def test_model_name_or_path_is_where_the_weights_are(tmp_path):
@@ -737,7 +711,7 @@ def test_outputs_by_position_in_the_order_of_either_document():
     "Implementation skeleton example",
     {
         "the class as printed, with abstract methods": "only a subclass that defines them can be "
-        "constructed",
+        "constructed"
     },
 )
 def test_the_skeleton_as_printed_is_abstract():
@@ -752,9 +726,7 @@ def test_the_skeleton_as_printed_is_abstract():
 @shows(
     "Trainer Protocol",
     "Required methods: train",
-    {
-        "loads data by dataloaders": "`dataloader_train`, of `configure_dataloaders`",
-    },
+    {"loads data by dataloaders": "`dataloader_train`, of `configure_dataloaders`"},
 )
 def test_batches_of_a_list_are_those_of_the_run():
     batches = [{name: values[i : i + 20] for name, values in TRAIN.items()} for i in (0, 20, 40)]
@@ -791,9 +763,7 @@ def test_dtypes_are_those_of_the_arguments():
 @shows(
     "Trainer Protocol",
     "Best practices for implementation",
-    {
-        "failures of the data": "raised after a save of the steps before",
-    },
+    {"failures of the data": "raised after a save of the steps before"},
 )
 def test_a_failure_of_the_data_is_raised_after_a_save(tmp_path):
     class Broken:
@@ -820,7 +790,7 @@ def test_a_failure_of_the_data_is_raised_after_a_save(tmp_path):
     "Best practices for implementation",
     {
         "steps with `pmap` or `shmap`": "`jax.shard_map` in your step, over `self.mesh`; without "
-        "it, XLA shards the step",
+        "it, XLA shards the step"
     },
 )
 def test_a_step_of_a_subclass_may_be_a_shard_map():
@@ -855,8 +825,8 @@ def test_a_step_of_a_subclass_may_be_a_shard_map():
     "API reference",
     "Constructor",
     {
-        "`model` is a class": "kept as it is beside `model_state`; without, `model` makes the "
-        "parameters from a key",
+        "`model` is a class": "any object, if `model_state` has the parameters; without it, a "
+        "function of a key"
     },
 )
 def test_a_class_as_the_model_needs_a_state():
@@ -872,10 +842,7 @@ def test_a_class_as_the_model_needs_a_state():
 @shows(
     "API reference",
     "Methods and properties",
-    {
-        "`LossMetrics` objects": "a step may return one; `apply_training_hooks` gets numbers by "
-        "name",
-    },
+    {"`LossMetrics` objects": "a step may return one; `apply_training_hooks` gets numbers by name"},
 )
 def test_a_step_may_return_an_object_of_metrics():
     seen = []
@@ -909,7 +876,7 @@ class Losses:
     "Methods and properties",
     {
         "tf.data without `use_grain`": "batches of NumPy arrays; a `tf.data.Dataset` is read as a "
-        "stream",
+        "stream"
     },
 )
 def test_a_pipeline_of_tf_data_is_a_stream():
@@ -930,9 +897,7 @@ def test_a_pipeline_of_tf_data_is_a_stream():
 @shows(
     "API reference",
     "Methods and properties",
-    {
-        "progress without a terminal": "a bar becomes lines of text",
-    },
+    {"progress without a terminal": "a bar becomes lines of text"},
 )
 def test_a_bar_in_a_pipe_is_lines_of_text(capsys):
     trainer(given={"dataset_eval": None}, max_steps=5, progress_bar_type="tqdm").train()
@@ -942,9 +907,7 @@ def test_a_bar_in_a_pipe_is_lines_of_text(capsys):
 @shows(
     "API reference",
     "Attributes",
-    {
-        "`wandb_runtime`": "the run of W&B during `train`, None before and after",
-    },
+    {"`wandb_runtime`": "the run of W&B during `train`, None before and after"},
 )
 def test_the_run_of_wandb_is_known_while_it_is_open(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -987,7 +950,7 @@ OUTPUTS = [
     {
         "fields by keyword": "the same",
         "`from_dict`": "the same",
-        "`from_json`": "loaders come back as placeholders",
+        "`from_json`": "loaders come back as placeholders, to be replaced",
         "`replace`": "the same",
         "`to_dict`": "the same",
         "`to_json`": "loaders by name, numbers as they are",
@@ -1013,6 +976,7 @@ OUTPUTS = [
     {
         "fields by keyword": "the same",
         "`from_dict`": "the same",
+        "`from_json`": "functions and optimizers come back as placeholders, the rest as it was",
         "`replace`": "the same",
         "`to_dict`": "the same",
         "a pytree": "the same; arrays are its leaves",

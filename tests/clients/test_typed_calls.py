@@ -44,7 +44,7 @@ def make_trainer(**changes: Any) -> Trainer:
     "Introduction",
     {
         "type hints of the protocol": "mypy accepts the calls on a `Trainer`; aliases of fields, "
-        "and a class of your own, need `# type: ignore`",
+        "and a class of your own, need `# type: ignore`"
     },
 )
 def test_calls_of_the_guides(tmp_path: Path) -> None:

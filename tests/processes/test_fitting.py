@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter import Trainer, TrainingArguments
@@ -230,13 +229,6 @@ def trainer_trains(start, folder):
     print(json.dumps(found))
 
 
-@shows(
-    "Trainer Protocol",
-    "Required methods: save_pretrained",
-    {
-        "sharded and distributed saving": "each process writes its shards",
-    },
-)
 @pytest.mark.full
 def test_a_trainer_of_two_processes_trains_as_one(processes, tmp_path):
     alone = json.loads(launch.run_alone(trainer_trains, str(tmp_path / "one")))
