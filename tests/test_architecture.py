@@ -1,4 +1,4 @@
-"""Layers and their imports, where tests live, names of modules, and what an import does."""
+"""Layers, imports, internals of other packages, where tests live, and what an import does."""
 
 import ast
 import functools
@@ -26,15 +26,16 @@ LAYERS = [
     {"inspect"},
     {"checkpoint", "data", "sharding"},
     {"core"},
+    {"internals"},
     {"errors"},
     {"tree", "table"},
 ]
 # The module or package that alone may import a heavy package.
 OWNERS = {
-    "orbax": "checkpoint/writer.py",
+    "orbax": "internals/orbax.py",
     "tensorstore": "checkpoint/",
     "safetensors": "checkpoint/",
-    "tensorflow_datasets": "data/tfds.py",
+    "tensorflow_datasets": ("data/tfds.py", "internals/datasets.py"),
     "grain": "data/sources.py",
     "datasets": "data/sources.py",
     "tensorboardX": "loop/writers/",
@@ -104,6 +105,79 @@ def test_heavy_packages_have_one_owner():
 def test_orbax_is_behind_one_module():
     users = [path for path in SOURCES if any(name.startswith("orbax") for name in imports(path))]
     assert len(users) == 1, users
+
+
+# Public by their names, but a release may change them without notice.
+UNSTABLE_MODULES = ("jax.interpreters", "jax.lib", "jaxlib", "orbax.checkpoint.future")
+UNSTABLE_NAMES = {
+    *("dce_jaxpr", "source_info", "runtime_type", "get_live_nodes", "typestr"),
+    *("compile_args", "config_states", "read_only_builder", "DatasetNotFoundError", "ex_iterable"),
+}
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names():
+    """Collect the private names that stepfold defines: functions, classes and attributes."""
+    names = {"_replace", "_asdict", "_fields", "_make"}  # of every NamedTuple
+    for path in SOURCES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return names
+
+
+def foreign_names(path, own):
+    """List private and unstable parts of other packages that a module uses."""
+    found = []
+    for name in imports(path):
+        parts = name.split(".")
+        is_own = parts[0] == "stepfold"
+        if not is_own and (any(map(is_private, parts)) or name.startswith(UNSTABLE_MODULES)):
+            found.append(name)
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom) and not node.module.startswith("stepfold"):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            names = [getattr(node.args[1], "value", "")]
+        else:
+            continue
+        names = [name for name in names if isinstance(name, str)]
+        found += [name for name in names if is_private(name) and name not in own]
+        found += [name for name in names if name in UNSTABLE_NAMES]
+    return found
+
+
+def test_internals_of_other_packages_are_in_one_place():
+    own = own_names()
+    for path in SOURCES:
+        if path.parts[0] != "internals":
+            assert not foreign_names(path, own), path
+    used = {name for path in SOURCES for name in foreign_names(path, own)}
+    assert {"jax._src.distributed", "_lowering", "dce_jaxpr", "_ex_iterable"} <= used
+
+
+def test_errors_of_others_are_recognized_in_one_place():
+    for path in SOURCES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Compare):
+                compared = isinstance(node.left, ast.Constant) and node.comparators[0]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                is_search = ast.unparse(node.func.value) == "re" and len(node.args) > 1
+                compared = node.args[1] if is_search else node.func.value
+            else:
+                continue
+            text = ast.unparse(compared) if isinstance(compared, ast.AST) else ""
+            is_test = not isinstance(node, ast.Call) or node.func.attr in (
+                *("search", "match", "fullmatch", "findall", "startswith", "endswith"),
+            )
+            assert not (text == "str(error)" and is_test), f"{path}: {ast.unparse(node)}"
 
 
 def module_graph(*, types=False):
@@ -250,7 +324,7 @@ def test_the_package_file_has_no_logic():
 
 
 # Whether processes survive the death of another is a setting of jax's that it reads as it starts.
-STARTS_JAX = Path("sharding/distributed.py")
+STARTS_JAX = Path("internals/jax.py")
 
 
 def test_nothing_reads_the_environment_or_keeps_state():

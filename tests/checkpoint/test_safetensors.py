@@ -314,6 +314,9 @@ def test_paths_that_are_something_else_are_refused(tmp_path):
     with pytest.raises(sf.ConfigError, match="path: expected one on a disk, got gs://b/x"):
         sf.export_params("gs://b/x", params())
     assert (tmp_path / "file").read_text() == "mine"
+    for path in (3, "", "a\0b", None):
+        with pytest.raises(sf.ConfigError, match="path: expected a path, got"):
+            sf.export_params(path, params())
 
 
 # Files as one thing

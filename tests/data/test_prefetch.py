@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import stepfold as sf
-from stepfold.data import prefetch as module
+from stepfold.internals import jax as internals
 
 
 def numbered(count=12, size=3, **options):
@@ -388,7 +388,7 @@ def test_batches_are_left_out_after_the_last_one_returned():
 
 
 def test_the_thread_enters_every_context_of_jax():
-    # A new version may add some: carry them, or say in `prefetch.py` why not.
+    # A new version may add some: carry them, or say in `internals/jax.py` why not.
     contexts = {name for name in dir(jax) if type(getattr(jax, name)) is type(jax.enable_x64)}
     left_out = {"thread_guard", "jax2tf_associative_scan_reductions"}
-    assert {*module._CONTEXTS} == {*contexts - left_out, "disable_jit"}
+    assert {*internals._CONTEXTS} == {*contexts - left_out, "disable_jit"}

@@ -18,6 +18,7 @@ LAYERS = [
     ["inspect"],
     ["checkpoint", "sharding", "data"],
     ["core"],
+    ["internals"],
     ["errors"],
     ["table", "tree"],
 ]
@@ -29,6 +30,7 @@ PURPOSES = {
     "data": "batches, sources, packing",
     "sharding": "meshes, plans, placement",
     "core": "state, loss, gradients, step",
+    "internals": "private parts of jax, orbax, …",
     "errors": "refuse",
     "tree": "paths",
     "table": "text",
@@ -45,7 +47,7 @@ def main():
             code = path.read_text()
             lines[part] += code.count("\n")
             imports[part] |= imported_parts(code) - {part}
-    figure, axes = plt.subplots(figsize=(6.8, 6.2))
+    figure, axes = plt.subplots(figsize=(6.8, 7.0))
     axes.set(xlim=(-5.2, 5.2), ylim=(-0.4, 2 * len(LAYERS) - 0.8))
     axes.axis("off")
     centers = {}

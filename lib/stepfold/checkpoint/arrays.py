@@ -5,7 +5,6 @@ unverified. Each process reads only the stored parts that its devices need.
 """
 
 import os
-import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +27,7 @@ from stepfold.checkpoint.leaves import (
 )
 from stepfold.checkpoint.manifest import FILES, STATE, DamageError, Manifest, stream_path
 from stepfold.errors import CheckpointError, refuse
+from stepfold.internals import texts
 
 _AT_ONCE = 4  # leaves read concurrently; bounds the memory used beyond the restored leaves
 
@@ -170,9 +170,9 @@ class ArrayReader:
         A path or a specification that it refuses says nothing about the step, and has the status of
         a file with other content. So see whether it can read a file that is known to be there.
         """
-        status = _STATUS.match(_message(error))
+        status = texts.STATUS.match(_message(error))
         # tensorstore raises INVALID_ARGUMENT as a ValueError without its name.
-        if not (status[0] in _DAMAGE if status else type(error) is ValueError):
+        if not (status[0] in texts.DAMAGE if status else type(error) is ValueError):
             return False
         try:
             files = tensorstore.KvStore.open(self._base, context=self._context).result()
@@ -180,12 +180,6 @@ class ArrayReader:
         except Exception:  # noqa: BLE001  the first error is raised
             return False
         return is_found or not os.path.exists(self._base["path"] + FILES)
-
-
-# What tensorstore reports for missing, truncated or changed files. Any other error, such as a lack
-# of memory, says nothing about the step.
-_DAMAGE = ("NOT_FOUND", "DATA_LOSS", "OUT_OF_RANGE", "INVALID_ARGUMENT", "FAILED_PRECONDITION")
-_STATUS = re.compile("[A-Z_]+(?=:)")
 
 
 def _message(error: Exception) -> str:

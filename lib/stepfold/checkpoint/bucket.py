@@ -46,6 +46,7 @@ from stepfold.checkpoint.manifest import DamageError, Manifest, NewerError, Shar
 from stepfold.checkpoint.steps import absolute_path, already_exists, join_location
 from stepfold.core.processes import Group, agreement, broadcast_from_first, rank_in
 from stepfold.errors import CheckpointError, refuse
+from stepfold.internals import texts
 
 _SCHEMES = {"s3": "s3", "gs": "gcs", "file": "file"}
 _EXPECTED = "a URL such as 's3://bucket/run'"
@@ -158,7 +159,7 @@ class Bucket:
                 reason = _reason(error)
                 if isinstance(error, TimeoutError):
                     reason = f"the server did not answer in {limit:.0f} s"
-                if isinstance(error, TimeoutError) or "retry attempts failed" in reason:
+                if isinstance(error, TimeoutError) or texts.RETRIES_FAILED.search(reason):
                     self._outage.begin()
                 raise CheckpointError(f"{self._base}{name}: cannot be {verb}: {reason}") from error
             self._outage.end(verb)
@@ -581,6 +582,6 @@ def _time_of(folder: str) -> float:
 def _reason(error: Exception) -> str:
     """Return the message of tensorstore without its details, which repeat the server's answer."""
     message = str(error).partition(" [")[0].strip()
-    if "PERMISSION_DENIED" in message or "UNAUTHENTICATED" in message:
+    if texts.PERMISSION_DENIED.search(message):
         message += "; check the credentials and what they permit"
     return message or type(error).__name__

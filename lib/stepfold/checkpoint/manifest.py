@@ -63,6 +63,10 @@ class ForeignError(CheckpointError):
     """The directory is not, or no longer, a stepfold checkpoint; it is left unchanged."""
 
 
+class NoManifestError(ForeignError):
+    """The directory has no manifest: another program has saved it, if it is a checkpoint."""
+
+
 class StepMetadata(NamedTuple):
     """Metadata of a checkpoint.
 

@@ -4,6 +4,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,8 +14,15 @@ import numpy as np
 from stepfold import tree
 from stepfold.checkpoint import steps
 from stepfold.checkpoint.leaves import Leaf, Region, leaves_of, make_leaf, regions_of
-from stepfold.checkpoint.manifest import DamageError, ForeignError
-from stepfold.checkpoint.store import Store, complete_steps, metrics_of, open_store, open_together
+from stepfold.checkpoint.manifest import DamageError, ForeignError, NoManifestError
+from stepfold.checkpoint.store import (
+    DirectoryStore,
+    Store,
+    complete_steps,
+    metrics_of,
+    open_store,
+    open_together,
+)
 from stepfold.core.metric_modes import known_mode
 from stepfold.core.processes import agreement, broadcast_from_first, max_over_processes
 from stepfold.core.validation import as_integer, check_flags, read_instance
@@ -72,6 +80,8 @@ def restore(
 ) -> Restored:
     """Restore a state, with every value verified against its checksum.
 
+    A step that orbax saved without stepfold is read by orbax, and so not verified, with a warning.
+
     The saved state has to match `like`. Without one of the options below, no leaf is cast,
     truncated, padded or skipped.
 
@@ -119,6 +129,7 @@ def restore(
     """
     options: Any = {"parts": parts, "rename": rename, "cast": cast, "partial": partial}
     stores = [open_together(directory)]
+    options |= {"reads_orbax": True}
     return restore_from(stores, like, step=step, best=best, fall_back=fall_back, **options)[0]
 
 
@@ -190,10 +201,20 @@ def _try_step(
 
 
 def _restore_step(
-    store: Store, step: int, like: Any, parts: Sequence[str] | None = None, **options: Any
+    store: Store,
+    step: int,
+    like: Any,
+    parts: Sequence[str] | None = None,
+    reads_orbax: bool = False,
+    **options: Any,
 ) -> Restored:
     """Read the leaves that match; keep the others from `like`."""
-    manifest = store.read_manifest(step)
+    try:
+        manifest = store.read_manifest(step)
+    except NoManifestError as error:
+        if not reads_orbax or not isinstance(store, DirectoryStore):
+            raise
+        return _restore_from_orbax(store, step, like, error, parts=parts, **options)
     sources, not_loaded = match(
         manifest.leaves, like, where=store.path_of(step), parts=parts, **options
     )
@@ -213,11 +234,8 @@ def _restore_step(
         name: make_leaf(name, saved[name], wanted[name], arrays)
         for name, arrays in zip(wanted, reader.map(read, list(wanted)), strict=True)
     }
-    structure: Any = jax.tree.structure(like)
     return Restored(
-        state=structure.unflatten(
-            [loaded.get(name, leaf) for name, leaf in tree.named_leaves(like)]
-        ),
+        state=_with_leaves(like, loaded),
         step=manifest.metadata.step,
         data=reader.fill("data", data),
         extra=reader.fill("extra", manifest.metadata.extra),
@@ -226,6 +244,31 @@ def _restore_step(
         not_loaded=not_loaded,
         damaged={},
     )
+
+
+def _with_leaves(like: Any, loaded: Mapping[str, Any]) -> Any:
+    """Replace leaves by path."""
+    structure: Any = jax.tree.structure(like)
+    return structure.unflatten([loaded.get(name, leaf) for name, leaf in tree.named_leaves(like)])
+
+
+def _restore_from_orbax(
+    store: DirectoryStore, step: int, like: Any, error: NoManifestError, **options: Any
+) -> Restored:
+    """Read a step that orbax saved without stepfold; raise the error if it did not."""
+    from stepfold.checkpoint.orbax_reader import OrbaxReader, is_of_orbax  # lazy: imports orbax
+
+    path = Path(store.path_of(step))
+    if not is_of_orbax(path):
+        raise error
+    reader = OrbaxReader(path)
+    sources, not_loaded = match(reader.leaves, like, where=str(path), **options)
+    wanted = dict(tree.named_leaves(like))
+    arrays = reader.read({old: wanted[name] for name, old in sources.items()})
+    text = f"{path}: orbax saved it without stepfold, so that its values are not verified"
+    warnings.warn(text, RuntimeWarning, stacklevel=6)  # of the call of `restore`
+    state = _with_leaves(like, {name: arrays[old] for name, old in sources.items()})
+    return Restored(state, step, None, None, {}, sources, not_loaded, {})
 
 
 def _warn_of_damage(

@@ -45,6 +45,7 @@ from stepfold.checkpoint.steps import absolute_path, check_regular, sync
 from stepfold.core.processes import agreement
 from stepfold.core.validation import read_function, read_integer
 from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError, refuse
+from stepfold.internals import texts
 
 _SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
 _CODES = {
@@ -406,7 +407,7 @@ def _write(
     try:
         safetensors.numpy.save_file(arrays, file, metadata=dict(metadata))
     except safetensors.SafetensorError as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
+        number = texts.OS_ERROR_NUMBER.search(str(error))
         code = int(number[1]) if number else errno.EIO
         raise OSError(code, os.strerror(code)) from error
     file.chmod(mode)

@@ -25,7 +25,6 @@ from stepfold.checkpoint.steps import (
     absolute_path,
     already_exists,
     expendable,
-    is_full,
     is_url,
     order_by,
     read_best,
@@ -44,6 +43,7 @@ from stepfold.core.processes import Group, agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
 from stepfold.core.validation import check_flags, read_instance, read_integer, read_positive
 from stepfold.errors import CheckpointError, StepfoldError, refuse
+from stepfold.internals import texts
 
 
 def save(
@@ -191,7 +191,7 @@ def _open_temporary(temporary: Temporary, series: Store, group: Group | None) ->
     try:
         return open_to_save(folder, group)
     except CheckpointError as error:
-        if not is_full(str(error)):
+        if not texts.DISK_FULL.search(str(error)):
             raise
         warnings.warn(
             f"{folder}: the run continues without temporary saves: {error}",

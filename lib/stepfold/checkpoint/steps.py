@@ -136,11 +136,6 @@ def converted_errors(path: Path, problem: str) -> Iterator[None]:
         ) from error
 
 
-def is_full(message: str) -> bool:
-    """Return whether an error of the system is due to a full disk."""
-    return "No space left" in message or "quota exceeded" in message.lower()
-
-
 def check_regular(
     path: Path, kind: type[CheckpointError] = CheckpointError, limit: float = math.inf
 ) -> None:

@@ -27,6 +27,7 @@ from stepfold.checkpoint.manifest import (
     ForeignError,
     Manifest,
     NewerError,
+    NoManifestError,
     StepMetadata,
 )
 from stepfold.checkpoint.steps import (
@@ -40,15 +41,16 @@ from stepfold.checkpoint.steps import (
 )
 from stepfold.core.processes import Group, agreement, broadcast_from_first
 from stepfold.errors import CheckpointError, refuse
+from stepfold.internals.texts import ORBAX_UNFINISHED
 
 if TYPE_CHECKING:
     from stepfold.checkpoint.arrays import ArrayReader
     from stepfold.checkpoint.bucket import BucketStore
     from stepfold.checkpoint.writer import OrbaxSave
 
-# What a killed process leaves behind. orbax writes a step into `orbax-checkpoint-tmp`; `saving` is
-# the claim of a run on the step, a file, or a folder of an earlier stepfold.
-_LEFT_OVER = re.compile(r"\d+\.(saving|(deleted|orbax-checkpoint-tmp)(-\d+)?)")
+# What a killed process leaves behind. `saving` is the claim of a run on the step, a file, or a
+# folder of an earlier stepfold.
+_LEFT_OVER = re.compile(rf"\d+\.(saving|(deleted|{ORBAX_UNFINISHED})(-\d+)?)")
 _CLAIM = re.compile(r"(\d+)\.saving-[0-9a-f]{16}")
 _DAMAGED = re.compile(r"\d+\.damaged(-\d+)?")
 _DAY = 24 * 60 * 60.0
@@ -134,8 +136,8 @@ class DirectoryStore:
             names = os.listdir(folder)
         if not any(name.endswith(".json") for name in names):
             expected, got = "a checkpoint that stepfold saved", "a folder without a manifest"
-            advice = "read what orbax saved alone with orbax, and save it again with stepfold.save"
-            refuse(self.path_of(step), expected, got, advice, kind=ForeignError)
+            advice = "stepfold.restore reads what orbax saved alone; save that with stepfold.save"
+            refuse(self.path_of(step), expected, got, advice, kind=NoManifestError)
         first = self._read_process(step, 0)
         recorded, sizes = manifest.read_checked(folder / manifest.FILES), _sizes(folder)
         for name, size in manifest.check_sizes(recorded).items():

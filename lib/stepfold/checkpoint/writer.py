@@ -1,43 +1,30 @@
-"""Write steps with orbax in the background; the only module that imports orbax.
+"""Write steps with orbax in the background, and the manifests that verify them.
 
 The arrays are stored by orbax, so that its tools can read them: `params/w` of step 12 is `params.w`
 under `12/state`. The manifests (`manifest.py`) are written next to the arrays and committed
 together with them. A directory without a manifest, or without one of its files, is not a
 checkpoint.
-
-`AsyncCheckpointer` is used instead of `CheckpointManager`, which caches the list of steps: it keeps
-offering a step that was removed, and silently refuses to save below a damaged one.
-
-orbax 1.0 replaces these classes by its v1 API. A port needs a `CheckpointableHandler` whose
-awaitable also writes the manifest of this process, `save_checkpointables_async`, and for
-`write_files` a place before the rename, such as `AsyncOptions.post_finalization_callback`.
 """
 
-import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from stepfold.checkpoint import manifest
 from stepfold.checkpoint.claims import Claim, ClaimedError
 from stepfold.checkpoint.leaves import arrays_of, leaves_of, shards_of
 from stepfold.checkpoint.manifest import StepMetadata
-from stepfold.checkpoint.steps import is_full, locked, sync
+from stepfold.checkpoint.steps import locked, sync
 from stepfold.core.processes import Group, KeyValues, agreement, processes_of
 from stepfold.errors import CheckpointError
+from stepfold.internals import texts
+from stepfold.internals.orbax import StepWriter, remove_unfinished
 
 _TIMEOUT = 60.0  # seconds to wait for other writes of a save that failed
-# orbax measures its limit with `time.time`, so a clock that jumps would end a save. A century is
-# longer than any jump; waiting for other processes has its own limit.
-_NEVER = 100 * 366 * 24 * 60 * 60
 
 
 class OrbaxSave:
@@ -57,29 +44,10 @@ class OrbaxSave:
         if group is not None and len(group.processes) == 1:
             # Orbax asks for arrays over all processes of the job, even if one is left.
             stored = {name: np.asarray(array) for name, array in stored.items()}
-        nested = ocp.tree.from_flat_dict(stored, sep="/")  # what orbax restores on its own
-        # Compression costs time, and as much additional memory as the state.
-        self._path, self._handler = path, _Handler(use_compression=False)
-        self._peers = _Peers(group)
-        options: dict[str, Any] = {
-            "async_options": ocp.AsyncOptions(
-                create_directories_asynchronously=False,
-                timeout_secs=_NEVER,
-                barrier_sync_fn=self._peers.meet,
-            ),
-            # orbax makes directories in a thread. If the processes are listed, they wait for each
-            # other through jax's service there. Otherwise they would run a collective, which
-            # belongs to the main thread.
-            "multiprocessing_options": ocp.options.MultiprocessingOptions(
-                active_processes=set(self._peers.processes),
-                barrier_sync_key_prefix=self._peers.name,
-            ),
-        }
-        handler = ocp.CompositeCheckpointHandler(
-            composite_options=ocp.CompositeOptions(**options),
-            **{manifest.STATE: self._handler},
+        self._path, self._peers = path, _Peers(group)
+        self._writer = StepWriter(
+            manifest.STATE, self._peers.processes, self._peers.name, self._peers.meet
         )
-        self._orbax = ocp.AsyncCheckpointer(handler, **options)
         self._owns_files = False
         self._reservation = ExitStack()  # of the directory and of the number, until the end
         self._reservation.enter_context(locked(path.parent))
@@ -102,8 +70,7 @@ class OrbaxSave:
                     before_commit()
                 manifest.write_leaves(folder, metadata, leaves, shards, group)
 
-            save = _Save(nested, write_manifest=write_manifest)
-            self._orbax.save(path, args=ocp.args.Composite(**{manifest.STATE: save}))
+            self._writer.save(path, stored, write_manifest, manifest.write_files)
 
     def commit(self, finish: Callable[[], None] | None = None) -> None:
         """Wait until the step is renamed to its path, and synced to disk; then call `finish`.
@@ -111,7 +78,7 @@ class OrbaxSave:
         If the process is killed before `finish` returns, the claim stays next to the step.
         """
         with self._converted_errors():
-            self._orbax.wait_until_finished()
+            self._writer.wait()
             if jax.process_index() == 0:
                 # orbax drops errors that it cannot log, as with a closed stderr.
                 if not self._path.is_dir():
@@ -125,7 +92,7 @@ class OrbaxSave:
                 finish()
         finally:
             self._reservation.close()
-            self._orbax.close()
+            self._writer.close()
 
     def abandon(self, reason: str) -> None:
         """Let `commit`, in another thread, fail soon: it may wait for a process that has died."""
@@ -140,11 +107,11 @@ class OrbaxSave:
             self._peers.fail(_cause(error) if isinstance(error, Exception) else "was interrupted")
             # At exit, and after an interrupt, orbax's writes may never end.
             may_end = isinstance(error, Exception) and not _is_at_exit(error)
-            for write in self._handler.writes:  # otherwise, files may arrive after the removal
+            for write in self._writer.writes:  # otherwise, files may arrive after the removal
                 with suppress(Exception):  # the first error was raised; orbax ignores the others
                     write.result(_TIMEOUT if may_end else 1.0)
             if self._owns_files:
-                _remove_unfinished(self._path)
+                remove_unfinished(self._path)
             self._reservation.close()
             if not isinstance(error, Exception):
                 raise
@@ -186,55 +153,9 @@ class _Peers:
             raise CheckpointError(f"not all processes saved within {self._values.timeout} s")
 
 
-class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
-    """Write the arrays with orbax, and the manifests next to them."""
-
-    writes: Sequence[Any] = ()
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        # The name that a step records. orbax's v1 API knows this handler, and warns of others. Only
-        # on the instance, since orbax registers classes by the name.
-        self.typestr = ocp.PyTreeCheckpointHandler.typestr
-
-    async def async_save(self, directory: Any, args: "_Save") -> list[Any]:
-        """Start to write, once the data is on the host, where it can no longer change."""
-        writes = await super().async_save(directory, args=args)
-
-        async def write_manifest() -> None:
-            args.write_manifest(Path(directory))
-
-        own = CommitFutureAwaitingContractedSignals(write_manifest(), name="manifest")
-        self.writes = [*(writes or []), own]
-        return self.writes
-
-    def finalize(self, directory: Any) -> None:
-        """Merge what the processes wrote, and record the files."""
-        folder = Path(directory)  # orbax's own path type treats `[` as a pattern in `glob`
-        super().finalize(folder)
-        manifest.write_files(folder)
-
-
-@ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)
-@dataclass(kw_only=True)
-class _Save(ocp.args.PyTreeSave):  # type: ignore[misc]
-    write_manifest: Callable[[Path], None]
-
-
-def _remove_unfinished(path: Path) -> None:
-    """Remove what orbax wrote of a step."""
-    for _ in range(40):
-        unfinished = list(path.parent.glob(f"{path.name}.orbax-checkpoint-tmp*"))
-        if not unfinished:
-            break
-        for folder in unfinished:
-            shutil.rmtree(folder, ignore_errors=True)
-        time.sleep(0.05)  # threads of orbax may still write
-
-
 def _is_at_exit(error: Exception) -> bool:
     """Whether Python refused a thread because the program has ended."""
-    return "interpreter shutdown" in str(error) or "cannot schedule new futures" in str(error)
+    return texts.AT_EXIT.search(str(error)) is not None
 
 
 def _cause(error: Exception) -> str:
@@ -245,10 +166,10 @@ def _cause(error: Exception) -> str:
         return f"another run is saving it, {text}; end all but one"
     if _is_at_exit(error):
         return "the program ended before it was written; close the series, as a `with` block does"
-    if "Too many open files" in text:
+    if texts.MANY_OPEN_FILES.search(text):
         return "too many open files; allow more of them, with ulimit -n"
-    if is_full(text):
+    if texts.DISK_FULL.search(text):
         return "no space left on the device; make room, or keep fewer checkpoints"
-    if isinstance(error, PermissionError) or "PERMISSION_DENIED" in text:
+    if isinstance(error, PermissionError) or texts.PERMISSION_DENIED.search(text):
         return "no permission to write there; change it, or give another directory"
     return f"{type(error).__name__}: {text.splitlines()[0][:300] if text else ''}"

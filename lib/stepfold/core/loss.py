@@ -12,7 +12,6 @@ The contract is checked when a step is made and while jax traces it, so that the
 in a compiled step.
 """
 
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce, wraps
@@ -21,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax.errors import ConcretizationTypeError, TracerArrayConversionError
-from jax.interpreters import partial_eval
 
 from stepfold import tree
 from stepfold.core.validation import spell_call, takes
 from stepfold.errors import LossError, StepfoldError, refuse
+from stepfold.internals import texts
+from stepfold.internals.jax import used_inputs
 
 if TYPE_CHECKING:
     from clu.metrics import Average, Metric  # imports flax, a quarter of jax's import time
@@ -217,14 +217,12 @@ def has_no_padding(loss_fn: LossFn) -> bool:
 
 def _depends_on_value(function: Callable[[Any], Any], argument: Any) -> bool:
     """Whether what a function returns depends on the values of its argument."""
-    jaxpr = jax.make_jaxpr(function)(argument).jaxpr
-    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return any(used)
+    return any(used_inputs(jax.make_jaxpr(function)(argument).jaxpr))
 
 
 def _check_axis_names(error: Exception) -> None:
     """Replace jax's error on a collective over an axis that is not mapped."""
-    match = re.search(r"unbound axis name:? ([^.]+)", str(error))
+    match = texts.UNBOUND_AXIS.search(str(error))
     if isinstance(error, NameError) and match:
         axis = match[1]
         raise LossError(
@@ -242,7 +240,7 @@ def _advice_on(error: Exception, batch: Any) -> str:
             "loss_fn: it is traced, and its arrays have no values yet; keep to jax.numpy, return "
             "arrays without float() or .item(), and choose by jnp.where instead of if"
         )
-    if isinstance(error, TypeError) and "'Average'" in str(error):
+    if isinstance(error, TypeError) and texts.AVERAGE_OPERAND.search(str(error)):
         return (
             "loss_fn: sf.mean gives a total and a weight, to be divided when the whole batch is "
             'seen; scale the values in it, and return several as {"a": sf.mean(…), "b": sf.mean(…)}'
@@ -253,7 +251,7 @@ def _advice_on(error: Exception, batch: Any) -> str:
     got = ", ".join(leaves[:8]) + ", …" * (len(leaves) > 8)
     no_mask = isinstance(error, KeyError) and "mask" in error.args
     advice = '; sf.batches(…, remainder="pad") and sf.collate add a mask' * no_mask
-    if isinstance(error, TypeError) and "numpy.integer" in str(error):  # optax's
+    if isinstance(error, TypeError) and texts.INTEGER_LABELS.search(str(error)):
         advice = "; labels of classes are integers: cast them, as batch[…].astype(jnp.int32)"
     return f"loss_fn was called with {got}{advice}"
 
@@ -334,8 +332,8 @@ def read_metrics(metrics: Any) -> Metrics:
     from clu.metrics import Collection, Metric
 
     if isinstance(metrics, Collection):
-        # Its counter of merges has no value of its own.
-        fields = {name: m for name, m in vars(metrics).items() if name != "_reduction_counter"}
+        # Its private field counts merges, and has no value of its own.
+        fields = {name: m for name, m in vars(metrics).items() if not name.startswith("_")}
         metrics = {"metrics/loss" if name == "loss" else name: m for name, m in fields.items()}
     if not isinstance(metrics, Mapping):
         advice = 'return (loss, metrics) in this order, as in loss, {"accuracy": sf.mean(hit)}'

@@ -5,7 +5,6 @@ an integer), so optimizers run with standard promotion.
 """
 
 import inspect
-import re
 from collections.abc import Callable, Collection, Iterator
 from functools import wraps
 from typing import Any
@@ -18,6 +17,7 @@ import optax
 from stepfold import tree
 from stepfold.core.validation import takes_any_keyword
 from stepfold.errors import ConfigError, refuse
+from stepfold.internals import texts
 
 
 def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
@@ -75,18 +75,15 @@ def update(
     try:
         updates, state = tx.update(grads, state, params, value=loss)
     except (TypeError, ValueError) as error:
-        # What optax and Python say if `update` lacks an argument, or does not take `value`.
         message = str(error)
-        if re.search(
-            "missing .*keyword-only argument|(obj|grad|value)_fn must be provided", message
-        ):
+        if texts.NEEDS_LOSS.search(message):
             raise ConfigError(
                 f"tx: expected an optimizer that needs only the gradients and the loss, got one "
                 f"that evaluates the loss itself ({message}); turn off its line search or "
                 "estimate, as optax.lbfgs(…, linesearch=None), or write the step by hand, around "
                 "sf.make_grad"
             ) from error
-        if "unexpected keyword argument 'value'" in message:
+        if texts.REFUSES_VALUE.search(message):
             raise ConfigError(
                 f"tx: expected every part of the optimizer to take value=loss, got one that "
                 f"declares any keyword and does not take it ({message}); put "

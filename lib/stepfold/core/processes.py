@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import jax
 
 from stepfold.errors import CheckpointError, PeerTimeoutError, refuse
+from stepfold.internals.jax import coordination_service, live_processes
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT = 300  # seconds
@@ -193,15 +194,6 @@ class Group:
         return met
 
 
-def live_processes(processes: Sequence[int]) -> dict[int, int]:
-    """Wait for each process until it calls this too, or its heartbeats stop; return the live ones.
-
-    The values are numbers of their starts. It is what `jax.experimental`'s `live_devices` asks, but
-    that remembers one set of devices, and groups of several sets meet here.
-    """
-    return dict(KeyValues("").service.get_live_nodes([*processes]))
-
-
 _LEFT = "left"
 
 
@@ -223,12 +215,8 @@ class KeyValues:
     """
 
     def __init__(self, name: str, group: Group | None = None) -> None:
-        # Private, since jax has no public access to the service; orbax uses the same. If it goes,
-        # processes can only meet in collectives, which all have to enter in order and in time.
-        from jax._src.distributed import global_state
-
         self._name, self._group = name, group
-        self.service: Any = global_state.client
+        self.service = coordination_service()
 
     def __bool__(self) -> bool:
         return self.service is not None

@@ -1,6 +1,5 @@
 """The train state: its initialization, and checks of states of any type."""
 
-import hashlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -18,6 +17,7 @@ from stepfold.core.optimizer import as_optimizer, check_lookahead
 from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import check_flags, spell_call, takes
 from stepfold.errors import ConfigError, refuse
+from stepfold.internals.jax import compilation_key
 
 # Steps use another branch of the key than init, since `split(key)[i]` equals `fold_in(key, i)`.
 # Otherwise step i would draw the same bits that initialized the i-th layer.
@@ -250,7 +250,7 @@ def _call(build: Callable[..., TrainState], sharding: Any, *args: Any) -> TrainS
         return _abstract(flat, leaves, sharding)
     jitted = jax.jit(flat, **({} if sharding is None else {"out_shardings": sharding}))
     lowered = _lower(jitted, leaves)
-    key = None if lowered is None else _program_key(lowered)
+    key = None if lowered is None else compilation_key(lowered)
     if lowered is None or key is None:
         state: TrainState = jitted(*leaves)
         return state
@@ -288,42 +288,6 @@ def _lower(jitted: Any, leaves: list[Any]) -> jax.stages.Lowered | None:
         return None
     num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in traced.jaxpr.consts)
     return None if num_bytes > _MAX_CONSTANT_BYTES else traced.lower()
-
-
-def _program_key(lowered: jax.stages.Lowered) -> Hashable | None:
-    """Return all that determines the executable; None if it is unknown, or calls Python.
-
-    The text has every operation and constant, but not the devices. What jax passes to the compiler
-    besides it is private: if a release renames it, states are initialized without this cache.
-    """
-    try:
-        lowering: Any = lowered._lowering
-        args = {**lowering.compile_args}
-        if args["host_callbacks"] or args["keepalive"] or lowering.const_args:
-            return None
-        del args["all_args_info"], args["shape_poly_state"]  # names, and a new object each time
-        text = lowered.as_text()
-        if "callback" in text:
-            return None
-        parts = (
-            hashlib.sha256(text.encode()).digest(),
-            tuple(lowering._device_list),
-            lowering._compiler_options_kvs,
-            _hashable(args),
-            _hashable(jax.config.values),
-        )
-        hash(parts)
-    except (AttributeError, KeyError, TypeError):
-        return None
-    return parts
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return tuple((name, _hashable(item)) for name, item in value.items())
-    if isinstance(value, set):
-        return frozenset(value)
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _finish(parts: tuple[Any, Any], tx: optax.GradientTransformation, key: Any) -> TrainState:

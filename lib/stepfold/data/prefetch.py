@@ -5,8 +5,7 @@ import pickle
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Self
 
@@ -17,6 +16,7 @@ from jax.sharding import Mesh, Sharding
 from stepfold import tree
 from stepfold.core.validation import read_integer
 from stepfold.errors import DataError, refuse
+from stepfold.internals.jax import enter_contexts, thread_contexts
 
 Place = Callable[[Any], Any]
 
@@ -24,22 +24,7 @@ _JOIN_SECONDS = 0.5  # to wait for a stopped thread; one blocked in its source e
 _END = object()
 _NONE = object()
 
-# jax's contexts belong to a thread, so the thread of `prefetch` enters those of the loop. They are
-# listed by name, since only the private `jax._src.config.config_states` has them all. Left out are
-# `thread_guard`, which is meant for one thread, and what no public call reads: the contexts of
-# `make_user_context`, `compute_on` and `set_xla_metadata`, and the deprecated `with mesh:`. A
-# function that places batches and depends on these has to enter them itself.
-_CONTEXTS = (
-    *("enable_x64", "default_device", "default_matmul_precision", "allow_f16_reductions"),
-    *("numpy_dtype_promotion", "numpy_rank_promotion", "auto_pcast", "softmax_custom_jvp"),
-    *("default_prng_impl", "enable_custom_prng", "legacy_prng_key", "threefry_partitionable"),
-    *("debug_nans", "debug_infs", "debug_key_reuse", "disable_jit", "no_tracing", "no_execution"),
-    *("transfer_guard_host_to_device", "transfer_guard_device_to_host"),
-    *("transfer_guard_device_to_device", "array_garbage_collection_guard"),
-    *("enable_checks", "check_tracer_leaks", "explain_cache_misses", "log_compiles"),
-    "remove_size_one_mesh_axis_from_type",
-)
-# Those that change where a batch is and what it holds, compared at every `next`.
+# The contexts of jax that change where a batch is and what it holds, compared at every `next`.
 _PLACING = ("default_device", "enable_x64", "default_prng_impl")
 
 
@@ -353,13 +338,13 @@ class _Queue:
 def _start_thread(
     queue: _Queue, iterator: Any, place: Place | None, failed: Any
 ) -> threading.Thread:
-    values = {name: getattr(jax.config, f"jax_{name}") for name in _CONTEXTS}
-    mesh = jax.sharding.get_mesh()
+    # jax's contexts belong to a thread, so this one enters those of the loop.
+    values, mesh = thread_contexts(), jax.sharding.get_mesh()
 
     def run() -> None:
         nonlocal iterator, place, failed
         try:
-            with _entered(values, mesh):
+            with enter_contexts(values, mesh):
                 _fill(queue, iterator, place, failed)
         except BaseException as error:  # noqa: BLE001  raised by the iterator instead
             queue.ready.put(_Failure(error, _NONE))
@@ -379,16 +364,6 @@ def _start_thread(
     atexit.register(leave)
     thread.start()
     return thread
-
-
-@contextmanager
-def _entered(values: Mapping[str, Any], mesh: Mesh) -> Iterator[None]:
-    """Enter jax's contexts, with the values that they have in another thread."""
-    with ExitStack() as stack:
-        for name, value in values.items():
-            stack.enter_context(getattr(jax, name)(value))
-        stack.enter_context(jax.set_mesh(mesh))
-        yield
 
 
 def _read_placing() -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from stepfold.data.dtypes import warn_of_wrapped
 from stepfold.data.epochs import Shard, Sizes, Skips, refuse_size, size_at
 from stepfold.data.sources import check_examples
 from stepfold.errors import DataError, refuse
+from stepfold.internals.datasets import has_shuffle_buffer
 
 # Of an iterator or of its iterable. Grain's iterators have the first protocol. Hugging Face's
 # streaming datasets and torch's stateful loaders have the second.
@@ -313,7 +314,7 @@ class Stream:
         if self._state is None:
             # Only the type: a repr can be long, and contain an address that differs per process.
             reason = f"a stream of type {type(self._source).__name__} has no state of its own"
-        elif _has_shuffle_buffer(self._state.holder):
+        elif has_shuffle_buffer(self._state.holder):
             reason = "the examples in its shuffle buffer are no part of its state"
         else:
             state = getattr(self._state.holder, self._state.getter)()
@@ -381,18 +382,6 @@ def _iterate(iterable: Any) -> Any:
         expected = "a function that makes an iterator or an iterable"
         refuse("source", expected, got, advice, kind=DataError)
     return iter(iterable)
-
-
-def _has_shuffle_buffer(dataset: Any) -> bool:
-    """Return whether a Hugging Face stream has a shuffle buffer, which is empty after a resume.
-
-    The examples in the buffer would be missing from the epoch; Hugging Face only logs a warning.
-    """
-    if type(dataset).__name__.startswith("BufferShuffled"):
-        return True
-    inner = [getattr(dataset, name, None) for name in ("_ex_iterable", "ex_iterable")]
-    inner += getattr(dataset, "ex_iterables", None) or ()
-    return any(_has_shuffle_buffer(part) for part in inner if part is not None)
 
 
 def refuse_stop_iteration(error: Exception, step: int) -> None:

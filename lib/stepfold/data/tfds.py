@@ -8,6 +8,7 @@ from stepfold.core.validation import read_instance
 from stepfold.data.order import Rows
 from stepfold.data.sources import SequenceSource
 from stepfold.errors import DataError, refuse
+from stepfold.internals.datasets import default_tfds_directory, find_tfds_builder
 
 _PREPARE = "prepare it once, with builder.download_and_prepare(file_format='array_record')"
 
@@ -64,16 +65,14 @@ def tfds_source(dataset: Any, split: str, *, data_dir: Any = None) -> "TfdsSourc
 
 def _find(name: str, data_dir: Any) -> Any:
     """Return the builder of a prepared dataset, never one that would have to prepare it."""
-    import tensorflow_datasets as tfds
-
-    try:
-        return tfds.core.read_only_builder.builder_from_files(name, data_dir=data_dir)
-    except tfds.core.DatasetNotFoundError as error:
-        where = tfds.core.constants.DATA_DIR if data_dir is None else data_dir
+    builder = find_tfds_builder(name, data_dir)
+    if builder is None:
+        where = default_tfds_directory() if data_dir is None else data_dir
         expected, got = f"{name!r} to be prepared in {where}", "no such dataset or version there"
-        builder = f"builder = tfds.builder({name!r}, data_dir=…)"
-        advice = f"{_PREPARE} of {builder}, or give its directory as data_dir=…"
-        refuse("tfds_source", expected, got, advice, kind=DataError, cause=error)
+        make = f"builder = tfds.builder({name!r}, data_dir=…)"
+        advice = f"{_PREPARE} of {make}, or give its directory as data_dir=…"
+        refuse("tfds_source", expected, got, advice, kind=DataError)
+    return builder
 
 
 def _check_format(builder: Any) -> None:

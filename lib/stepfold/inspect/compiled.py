@@ -5,7 +5,6 @@ a message. That takes minutes for a large model. A `CompiledStep` takes the fast
 call that would trace again enters Python, where its arguments are compared with the compiled ones.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from stepfold.core.validation import check_flags
 from stepfold.errors import ConfigError, RetraceError, ShardingError, refuse
 from stepfold.inspect.flops import constrained_axes
 from stepfold.inspect.memory import exhausted, is_exhausted
+from stepfold.internals import texts
 from stepfold.sharding.mesh import axes_of
 from stepfold.sharding.place import committed_sharding, place_batch
 from stepfold.sharding.plan import shardings_of, warn_of_unused_axes
@@ -112,7 +112,7 @@ class CompiledStep:
         leaves = [*tree.named_leaves(state, "state"), *tree.named_leaves(batch, "batch")]
         arrays = [(name, leaf) for name, leaf in leaves if isinstance(leaf, jax.Array)]
         donated = [name for name, leaf in arrays if leaf.is_deleted()]
-        if donated and re.search(r"Array has been deleted|deleted or donated", str(error)):
+        if donated and texts.DELETED_ARRAY.search(str(error)):
             raise ConfigError(
                 f"{_some(donated)}: the arrays were donated to an earlier call and are gone; go on "
                 "with the state that it returned, or compile with donate=False"
@@ -244,7 +244,7 @@ def compile_step(
     try:
         compiled = lowered.compile()
     except RuntimeError as error:
-        if compiler_options and re.search("(compile|setting) option", str(error)):
+        if compiler_options and texts.COMPILER_OPTION.search(str(error)):
             refuse("compiler_options", "options of XLA", f"{compiler_options}: {error}")
         if not is_exhausted(error):
             raise

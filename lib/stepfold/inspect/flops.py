@@ -6,14 +6,13 @@ bfloat16 into float32, and with the lengths of scans, which a TPU's program does
 
 import math
 import re
-import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.interpreters import partial_eval
 
+from stepfold.internals.jax import user_frame, without_dead_code
 from stepfold.sharding.mesh import axes_of
 
 
@@ -114,10 +113,7 @@ _OPAQUE = re.compile(
 
 def _equations(jaxpr: Any) -> Iterator[tuple[Any, int, int | None]]:
     """Yield the equations that the compiler keeps, how often each runs, and how often its body."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    # jax's own dead-code elimination; without it, unused results would count.
-    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return _nested_equations(jaxpr, 1)
+    return _nested_equations(without_dead_code(getattr(jaxpr, "jaxpr", jaxpr)), 1)
 
 
 def _nested_equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int, int | None]]:
@@ -227,15 +223,8 @@ def _multiplied_pairs(
 
 _PRODUCTS = {"dot_general": _dot_flops, "conv_general_dilated": _convolution_flops}
 
-_LIBRARIES = tuple({f"{sysconfig.get_paths()[key]}/" for key in ("purelib", "platlib", "stdlib")})
-_STEPFOLD = f"{Path(__file__).parents[1]}/"
-
 
 def _line(equation: Any) -> str:
     """Return the innermost line of the user's code, such as `model.py:42`."""
-    traceback = equation.source_info.traceback
-    for frame in traceback.frames if traceback is not None else []:
-        path = Path(frame.file_name)
-        if not frame.file_name.startswith((*_LIBRARIES, _STEPFOLD)) and path.exists():
-            return f"{path.name}:{frame.line_num}"
-    return "?"
+    frame = user_frame(equation)
+    return "?" if frame is None else f"{Path(frame.file_name).name}:{frame.line_num}"

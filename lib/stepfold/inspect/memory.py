@@ -1,7 +1,6 @@
 """The memory that a step needs on one device: by category, at its peak, and how to reduce it."""
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +8,8 @@ import jax
 
 from stepfold.core.state import TrainState
 from stepfold.errors import OutOfMemoryError
+from stepfold.internals import texts
 from stepfold.table import size, table
-
-_EXHAUSTED = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 
 _ADVICE = {  # of categories of one size, the first, since it is the easiest to change
     "output": "is the output: donate the state, so that the new one takes its place",
@@ -112,7 +110,7 @@ def bytes_per_device(arrays: Any) -> int:
 
 def is_exhausted(error: BaseException) -> bool:
     """Whether XLA raised an error because a device has no memory left."""
-    return isinstance(error, RuntimeError) and bool(_EXHAUSTED.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(texts.OUT_OF_MEMORY.search(str(error)))
 
 
 def exhausted(
@@ -128,7 +126,8 @@ def exhausted(
         advice = f"If most {_ADVICE['temporaries']}. If most {_ADVICE['state']}."
     else:
         failure, advice = "run in this device's memory; it needs", memory.advice
-    (cause,) = re.findall(f"(?:{_EXHAUSTED.pattern}).*", str(error))[:1]  # without what led to it
+    cause = texts.OUT_OF_MEMORY.search(str(error))  # without what led to it
+    reason = cause[0] if cause else error
     return OutOfMemoryError(
-        f"the step cannot be {failure}\n\n{memory}\n\n{advice}\nXLA reports: {cause}"
+        f"the step cannot be {failure}\n\n{memory}\n\n{advice}\nXLA reports: {reason}"
     )

@@ -35,6 +35,7 @@ from stepfold.checkpoint.restore import Restored
 from stepfold.core.processes import Disbanded, Group, KeyValues, Position, spell_processes
 from stepfold.core.validation import check_flags, read_function, read_integer, read_positive
 from stepfold.errors import CheckpointError, StepfoldError, refuse
+from stepfold.internals.jax import is_recoverable
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.fold import Part
 from stepfold.loop.hooks.base import Stop
@@ -44,7 +45,6 @@ from stepfold.loop.peers import Several
 from stepfold.loop.run import Kind, Request, Run
 from stepfold.loop.session import Session
 from stepfold.loop.step_runner import StepRunner
-from stepfold.sharding.distributed import is_recoverable
 from stepfold.sharding.place import share_of
 from stepfold.sharding.plan import mesh_of, read_step_and_plan
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from stepfold.core.state import is_available
 from stepfold.errors import ConfigError, refuse
+from stepfold.internals import texts
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.fold import Alone, Part, Runs, complete
 from stepfold.loop.hooks.base import Stop
@@ -119,8 +120,7 @@ def rescue(
 ) -> None:  # fmt: skip
     """Save after an exception, but not with several processes: the others do not take part."""
     run = run._replace(is_complete=False)
-    # By its message, since numpy raises this class too.
-    if isinstance(error, FloatingPointError) and str(error).startswith("invalid value ("):
+    if isinstance(error, FloatingPointError) and texts.DEBUG_NANS.match(str(error)):
         error.add_note(
             f"jax_debug_nans ended the run after step {run.step}. It ignores a NaN that "
             "skip_nonfinite or a loss scale skips. Turn it off to let stop_on_nonfinite end "

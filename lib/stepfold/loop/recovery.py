@@ -4,6 +4,7 @@ All of them fold on from another run: that of the newest checkpoint, of an earli
 copy in memory.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -75,6 +76,11 @@ def start_or_resume(
     if series is None or rollbacks is None or not _has_checkpoint(series):
         if rollbacks is not None:
             rollbacks.drop_note()
+        if series is not None and (others := series.steps()):
+            steps = ", ".join(map(str, others))
+            text = f"{series.directory} has steps {steps} of another program"
+            advice = "the run starts from the beginning; sf.restore may read these steps"
+            warnings.warn(f"checkpoints: {text}; {advice}", stacklevel=3)
         directory.start(session)
         return False
     if resume is False:

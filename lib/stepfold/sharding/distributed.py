@@ -22,9 +22,10 @@ from typing import Any
 
 import jax
 
-from stepfold.core.processes import DEFAULT_TIMEOUT, KeyValues, live_processes
+from stepfold.core.processes import DEFAULT_TIMEOUT, KeyValues
 from stepfold.core.validation import check_flags
 from stepfold.errors import ConfigError, refuse
+from stepfold.internals.jax import enable_recoverability, is_recoverable, live_processes
 
 # A coordinator that has answered before counts as ended after this many failed connections.
 _POLL_SECONDS, _MAX_FAILURES = 2.0, 3
@@ -167,16 +168,10 @@ def start_distributed(
     return job
 
 
-def is_recoverable() -> bool:
-    """Whether jax's runtime survives the death of a process, or is to be started so."""
-    settings: Any = jax.config
-    return bool(settings.jax_enable_recoverability)
-
-
 @contextmanager
 def _recoverable(heartbeat: int) -> Iterator[None]:
     """Start jax's runtime so that it survives the death of a process."""
-    jax.config.update("jax_enable_recoverability", True)
+    enable_recoverability()
     # XLA reads its flags when the first backend starts, so they may be set after jax is imported.
     # Without the first, a process that waits for another survivor in gloo does so for half an hour.
     flags = {

@@ -17,10 +17,10 @@ from stepfold import tree
 from stepfold.core.processes import Group, KeyValues, spell_processes
 from stepfold.core.state import check_not_donated
 from stepfold.errors import DataError, PeerTimeoutError, ShardingError, refuse
-from stepfold.sharding.distributed import is_recoverable
+from stepfold.internals.jax import can_run, is_recoverable
 from stepfold.sharding.mesh import check_mesh, data_axes
 from stepfold.sharding.plan import shardings_of
-from stepfold.sharding.topology import can_run, check_here
+from stepfold.sharding.topology import check_here
 
 
 def shard_batch(batch: Any, mesh: Mesh, *, axes: str | Sequence[str] | None = None) -> Any:

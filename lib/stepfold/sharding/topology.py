@@ -9,6 +9,8 @@ import jax
 from jax.experimental import topologies
 
 from stepfold.errors import ConfigError, ShardingError, refuse
+from stepfold.internals import texts
+from stepfold.internals.jax import can_run
 
 # libtpu reads these when it is loaded: to load it in several processes, and away from a TPU host.
 _ENVIRONMENT = {
@@ -51,20 +53,15 @@ def devices_of(topology: str) -> list[jax.Device]:
     try:
         return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
     except RuntimeError as error:
-        if "not installed" in str(error):
+        if texts.NO_LIBTPU.search(str(error)):
             advice = 'pip install "stepfold[tpu]"'
             refuse("topology", "libtpu", "none", advice)
-        if not re.match("INVALID_ARGUMENT|NOT_FOUND", str(error)):
+        if not texts.UNKNOWN_TOPOLOGY.match(str(error)):
             raise
         raise ConfigError(f"{message}; libtpu reports: {error}") from None
     finally:
         for name in missing:
             os.environ.pop(name, None)
-
-
-def can_run(devices: Iterable[Any]) -> bool:
-    """Whether the devices hold arrays and run programs, as those of `devices_of` do not."""
-    return bool(next(iter(devices)).client.runtime_type != "compile_only_runtime")
 
 
 def check_here(devices: Iterable[Any]) -> None:

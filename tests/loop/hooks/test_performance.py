@@ -59,6 +59,15 @@ def test_time_examples_and_other_units(clock):
     assert "mfu" not in measure(throughput(flops=1e12), clock)  # unknown for a CPU
 
 
+def test_a_batch_without_rows_has_no_examples(clock):
+    hook = throughput()
+    hook.open(0, None)
+    hook(train(10, batch={"temperature": np.float32(1.0)}))
+    clock[0] += 1.0
+    speed = hook(train(20, batch={"temperature": np.float32(1.0)}))
+    assert speed["throughput/examples_per_second"] == 0.0
+
+
 def test_an_evaluation_takes_no_time_of_steps_and_lowers_the_goodput(clock):
     hook = throughput()
     hook(train(10))

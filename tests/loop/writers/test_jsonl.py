@@ -162,6 +162,16 @@ def test_files_of_another_kind_are_refused_and_left_alone(path, content):
     assert path.read_text() == content
 
 
+def test_what_is_not_a_file_is_refused(path):
+    path.parent.mkdir()
+    os.mkfifo(path)
+    writer = jsonl_writer(path)
+    with pytest.raises(sf.ConfigError, match="expected a file, got .*; move it away, or give ano"):
+        writer.write_scalars(1, {"a": 1})
+    writer.close()
+    assert path.is_fifo()
+
+
 def test_damaged_lines_and_the_name_step_are_refused(path, tmp_path):
     path.parent.mkdir()
     path.write_text('{"step": 1, "a": 2}\n{"stop": 1}\n')

@@ -3,24 +3,16 @@
 `jax.experimental.checkify` does not check for an overflow or a log of zero.
 """
 
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.extend import core as jax_core
-from jax.interpreters import partial_eval
+
+from stepfold.internals.jax import user_frame, without_dead_code
 
 core: Any = jax_core  # jax 0.12 exports these names, but not to a type checker
-
-# A line in these libraries says less than the line that called it.
-_LIBRARIES = tuple(
-    str(Path(file).parent) + os.sep
-    for file in (str(jax.__file__), str(optax.__file__), str(Path(__file__).parent))
-)
 
 
 class Origin(NamedTuple):
@@ -45,8 +37,7 @@ def find_origin(
     """
     with jax.disable_jit():  # unrolls scans
         program = jax.make_jaxpr(function)(*bad)
-    every = [True] * len(program.jaxpr.outvars)
-    jaxpr, _ = partial_eval.dce_jaxpr(program.jaxpr, every, instantiate=True)
+    jaxpr = without_dead_code(program.jaxpr)
 
     def origins(arguments: tuple[Any, ...]) -> Iterator[Origin]:
         return _evaluate(jaxpr, program.consts, jax.tree.leaves(arguments), ())
@@ -102,9 +93,7 @@ def _inner_program(eqn: Any) -> Any:
 
 def _line(eqn: Any) -> str:
     """Describe the innermost line of user code, or else the innermost of all."""
-    trace = eqn.source_info.traceback
-    frames = list(trace.frames) if trace else []
-    own = [frame for frame in frames if not frame.file_name.startswith(_LIBRARIES)]
-    for frame in [*own, *frames][:1]:
-        return f"{frame.file_name}:{frame.line_num} ({frame.function_name.rpartition('.')[2]})"
-    return "an unknown line"
+    frame = user_frame(eqn, default=True)
+    if frame is None:
+        return "an unknown line"
+    return f"{frame.file_name}:{frame.line_num} ({frame.function_name.rpartition('.')[2]})"

@@ -1,0 +1,1 @@
+"""Private, undocumented and unstable parts of other packages, and what replaces them."""

@@ -1,0 +1,215 @@
+"""Private and undocumented parts of jax, and what happens in a release that lacks one.
+
+This is the list to check for a new release of jax. `tests/internals/test_jax.py` removes each name.
+The texts of jax's errors are in `texts.py`. Also without a promise of jax are the parameters of
+the primitives that `inspect/flops.py` counts, and the HLO that `inspect/collectives.py` parses.
+"""
+
+import hashlib
+import sysconfig
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+from jax.sharding import Mesh
+
+from stepfold.errors import refuse
+
+
+def _refuse_release(name: str, use: str) -> NoReturn:
+    expected, got = f"a release with {name}, {use}", f"jax {jax.__version__}"
+    refuse("jax", expected, got, "install an earlier jax, or a later stepfold")
+
+
+# Several processes
+
+
+def coordination_service() -> Any:
+    """Return the client of the service that started the processes; None without one.
+
+    Through it, processes exchange small values in any thread. The public functions of
+    `multihost_utils` are collectives, which all processes have to enter in order and in time.
+    Without it, several processes cannot agree, so that their first exchange raises.
+    """
+    use = "through which processes agree"
+    try:
+        from jax._src.distributed import global_state
+
+        client: Any = global_state.client
+    except (ImportError, AttributeError):
+        if not jax.distributed.is_initialized():
+            return None
+        _refuse_release("jax._src.distributed.global_state", use)
+    if client is None:
+        return None
+    for name in _SERVICE_METHODS:
+        if not hasattr(client, name):
+            _refuse_release(f"the method {name} of its coordination service", use)
+    return client
+
+
+_SERVICE_METHODS = ("key_value_set", "key_value_dir_get", "key_value_delete", "key_value_increment")
+
+
+def live_processes(processes: Sequence[int]) -> dict[int, int]:
+    """Wait for each process until it calls this too, or its heartbeats stop; return the live ones.
+
+    The values are numbers of their starts. The public `multihost_utils.live_devices` remembers one
+    set of devices, and the groups of an elastic run have several. Without it, such a run raises.
+    """
+    find = getattr(coordination_service(), "get_live_nodes", None)
+    if find is None:
+        _refuse_release("the method get_live_nodes of its coordination service", "for sf.Elastic")
+    return dict(find([*processes]))
+
+
+def is_recoverable() -> bool:
+    """Whether jax's runtime survives the death of a process, or is to be started so.
+
+    The setting is not documented. Without it, no runtime does.
+    """
+    return bool(getattr(jax.config, "jax_enable_recoverability", False))
+
+
+def enable_recoverability() -> None:
+    """Start jax's runtime so that it survives the death of a process; refuse if it cannot."""
+    try:
+        jax.config.update("jax_enable_recoverability", True)
+    except AttributeError:
+        _refuse_release("the setting jax_enable_recoverability", "to survive a process (elastic)")
+
+
+# Programs
+
+
+def compilation_key(lowered: jax.stages.Lowered) -> Hashable | None:
+    """Return all that determines the executable; None if it is unknown, or calls Python.
+
+    The text has every operation and constant, but not the devices. What jax passes to the compiler
+    besides it is private. Without it, `init_state` compiles equal programs again.
+    """
+    try:
+        lowering: Any = lowered._lowering
+        args = {**lowering.compile_args}
+        if args["host_callbacks"] or args["keepalive"] or lowering.const_args:
+            return None
+        del args["all_args_info"], args["shape_poly_state"]  # names, and a new object each time
+        text = lowered.as_text()
+        if "callback" in text:
+            return None
+        settings: Any = jax.config
+        key = (
+            hashlib.sha256(text.encode()).digest(),
+            tuple(lowering._device_list),
+            lowering._compiler_options_kvs,
+            _hashable(args),
+            _hashable(settings.values),
+        )
+        hash(key)
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return key
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((name, _hashable(item)) for name, item in value.items())
+    if isinstance(value, set):
+        return frozenset(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def without_dead_code(jaxpr: Any) -> Any:
+    """Return a jaxpr without the equations that its outputs do not need, with the same inputs.
+
+    Without it, `describe` counts products whose results are unused, and a replay may name an
+    operation that does not matter.
+    """
+    return _eliminate_dead_code(jaxpr, instantiate=True)[0]
+
+
+def used_inputs(jaxpr: Any) -> list[bool]:
+    """Return which inputs the outputs of a jaxpr depend on.
+
+    Without it, all: `make_train_step` does not warn of a mask that the loss ignores.
+    """
+    return [*_eliminate_dead_code(jaxpr)[1]]
+
+
+def _eliminate_dead_code(jaxpr: Any, **options: Any) -> tuple[Any, Any]:
+    try:
+        from jax.interpreters import partial_eval
+
+        return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), **options)
+    except (ImportError, AttributeError, TypeError):
+        return jaxpr, [True] * len(jaxpr.invars)
+
+
+def user_frame(equation: Any, *, default: bool = False) -> Any:
+    """Return the innermost frame of the user's code that made an equation, or None.
+
+    With `default`, it is the innermost of all if the user has none. It has a `file_name`,
+    `line_num` and `function_name`. Without jax's record of it, reports do not name lines.
+    """
+    traceback = getattr(getattr(equation, "source_info", None), "traceback", None)
+    frames = [*getattr(traceback, "frames", ())]
+    own = (frame for frame in frames if not frame.file_name.startswith(_LIBRARIES))
+    return next(own, frames[0] if default and frames else None)
+
+
+_PATHS = sysconfig.get_paths()
+_LIBRARIES = (
+    *{f"{_PATHS[key]}/" for key in ("purelib", "platlib", "stdlib")},
+    f"{Path(__file__).parents[1]}/",
+)
+
+
+# Devices and contexts
+
+
+def can_run(devices: Iterable[Any]) -> bool:
+    """Whether the devices hold arrays and run programs, as those of `devices_of` do not.
+
+    Without jax's name of the runtime, all do, and jax raises where an array is placed on one.
+    """
+    client = getattr(next(iter(devices)), "client", None)
+    return getattr(client, "runtime_type", None) != "compile_only_runtime"
+
+
+def thread_contexts() -> dict[str, Any]:
+    """Return the values of jax's contexts in this thread, by name, for `enter_contexts`.
+
+    Only the private `jax._src.config.config_states` has all of them, so they are listed by name.
+    One that a release lacks is left out: the thread that `prefetch` starts then has its default.
+    """
+    names = [name for name in _CONTEXTS if hasattr(jax, name)]
+    read = {name: getattr(jax.config, f"jax_{name}", _MISSING) for name in names}
+    return {name: value for name, value in read.items() if value is not _MISSING}
+
+
+@contextmanager
+def enter_contexts(values: Mapping[str, Any], mesh: Mesh) -> Iterator[None]:
+    """Enter jax's contexts with the values that they have in another thread."""
+    with ExitStack() as stack:
+        for name, value in values.items():
+            stack.enter_context(getattr(jax, name)(value))
+        stack.enter_context(jax.set_mesh(mesh))
+        yield
+
+
+_MISSING = object()
+# Left out are `thread_guard`, which is meant for one thread, and what no public call reads: the
+# contexts of `make_user_context`, `compute_on` and `set_xla_metadata`, and the deprecated
+# `with mesh:`. A function that places batches and depends on these has to enter them itself.
+_CONTEXTS = (
+    *("enable_x64", "default_device", "default_matmul_precision", "allow_f16_reductions"),
+    *("numpy_dtype_promotion", "numpy_rank_promotion", "auto_pcast", "softmax_custom_jvp"),
+    *("default_prng_impl", "enable_custom_prng", "legacy_prng_key", "threefry_partitionable"),
+    *("debug_nans", "debug_infs", "debug_key_reuse", "disable_jit", "no_tracing", "no_execution"),
+    *("transfer_guard_host_to_device", "transfer_guard_device_to_host"),
+    *("transfer_guard_device_to_device", "array_garbage_collection_guard"),
+    *("enable_checks", "check_tracer_leaks", "explain_cache_misses", "log_compiles"),
+    "remove_size_one_mesh_axis_from_type",
+)

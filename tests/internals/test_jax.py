@@ -1,0 +1,179 @@
+"""A release of jax that lacks a part that stepfold uses: a fallback, or an error that names it."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+from stepfold.core.processes import KeyValues
+from stepfold.inspect.flops import count
+from stepfold.internals import jax as internals
+from stepfold.internals.jax import (
+    can_run,
+    compilation_key,
+    enable_recoverability,
+    is_recoverable,
+    live_processes,
+    thread_contexts,
+    used_inputs,
+    user_frame,
+    without_dead_code,
+)
+
+
+def lower():
+    return jax.jit(lambda x: x + 1).lower(1.0)
+
+
+def traced():
+    """Trace a product whose result is unused, and two inputs, one of which is."""
+
+    def function(x, y):
+        _ = x @ x
+        return y + 1
+
+    return jax.make_jaxpr(function)(np.ones((2, 2)), 1.0)
+
+
+# Several processes
+
+
+def test_without_a_service_there_is_none():
+    assert internals.coordination_service() is None
+    assert not KeyValues("name")
+
+
+class Service:
+    key_value_set = key_value_dir_get = key_value_delete = key_value_increment = None
+
+    def get_live_nodes(self, processes):
+        return dict.fromkeys(processes, 7)
+
+
+@pytest.fixture
+def service(monkeypatch):
+    jax.devices()  # the backend would use the service, and is initialized once
+    monkeypatch.setattr("jax._src.distributed.global_state.client", Service())
+    return Service
+
+
+def test_live_processes_are_those_of_the_service(service):
+    assert live_processes((0, 2)) == {0: 7, 2: 7}
+
+
+@pytest.mark.parametrize("name", ["global_state", *internals._SERVICE_METHODS])
+def test_processes_cannot_agree_without_the_service(service, monkeypatch, name):
+    if name == "global_state":
+        monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+        monkeypatch.delattr("jax._src.distributed.global_state")
+    else:
+        monkeypatch.delattr(service, name)
+    says = f"^jax: expected a release with .*{name}.*, through which processes agree, got jax .*;"
+    with pytest.raises(sf.ConfigError, match=says):
+        KeyValues("name")
+
+
+def test_no_elastic_run_without_the_live_processes(service, monkeypatch):
+    monkeypatch.delattr(service, "get_live_nodes")
+    with pytest.raises(sf.ConfigError, match="a release with the method get_live_nodes .*Elastic"):
+        live_processes((0, 1))
+
+
+def test_no_elastic_run_without_the_setting(monkeypatch):
+    assert not is_recoverable()
+    update = jax.config.update
+    gone = types.SimpleNamespace(update=lambda name, value: update(f"{name}_gone", value))
+    monkeypatch.setattr(jax, "config", gone)
+    assert not is_recoverable()
+    with pytest.raises(sf.ConfigError, match="with the setting jax_enable_recoverability"):
+        enable_recoverability()
+
+
+# Programs
+
+
+def test_equal_programs_have_equal_keys():
+    assert compilation_key(lower()) == compilation_key(lower()) is not None
+    assert compilation_key(lower()) != compilation_key(jax.jit(lambda x: x + 2).lower(1.0))
+
+
+@pytest.mark.parametrize(
+    "name", ["compile_args", "const_args", "_device_list", "_compiler_options_kvs"]
+)
+def test_a_program_without_one_of_its_parts_has_no_key(name):
+    parts = ["compile_args", "const_args", "_device_list", "_compiler_options_kvs"]
+    known = {each: getattr(lower()._lowering, each) for each in parts}
+    text = lower().as_text
+    whole = types.SimpleNamespace(_lowering=types.SimpleNamespace(**known), as_text=text)
+    assert compilation_key(whole) == compilation_key(lower())
+    delattr(whole._lowering, name)
+    assert compilation_key(whole) is None
+
+
+def test_states_are_initialized_without_a_key_of_their_program(monkeypatch):
+    gone = property(lambda self: self.gone, lambda self, value: None)
+    monkeypatch.setattr(jax.stages.Lowered, "_lowering", gone)
+    assert compilation_key(lower()) is None
+    state = sf.init_state(jnp.ones(3), optax.sgd(0.1), jax.random.key(0))
+    assert state.params.tolist() == [1, 1, 1]
+
+
+def test_a_key_needs_the_values_of_all_settings(monkeypatch):
+    monkeypatch.setattr(type(jax.config), "values", property(lambda self: self.gone))
+    assert compilation_key(lower()) is None
+
+
+def test_dead_code_is_dropped():
+    assert len(without_dead_code(traced().jaxpr).eqns) == 1
+    assert used_inputs(traced().jaxpr) == [False, True]
+    assert count(traced()).dots == 0
+
+
+@pytest.mark.parametrize("gone", ["the name", "its signature"])
+def test_without_its_elimination_dead_code_counts(monkeypatch, gone):
+    if gone == "the name":
+        monkeypatch.delattr("jax.interpreters.partial_eval.dce_jaxpr")
+    else:
+        monkeypatch.setattr("jax.interpreters.partial_eval.dce_jaxpr", lambda jaxpr: jaxpr)
+    assert len(without_dead_code(traced().jaxpr).eqns) == 2
+    assert used_inputs(traced().jaxpr) == [True, True]
+    assert count(traced()).dots == 16
+
+
+def test_an_equation_has_the_line_of_the_user():
+    (*_, last) = traced().eqns
+    assert user_frame(last).file_name == __file__
+
+
+@pytest.mark.parametrize("gone", ["source_info", "traceback", "frames"])
+def test_without_its_record_an_equation_has_no_line(gone):
+    frames = {} if gone == "frames" else {"frames": []}
+    info = {} if gone == "traceback" else {"traceback": types.SimpleNamespace(**frames)}
+    record = {} if gone == "source_info" else {"source_info": types.SimpleNamespace(**info)}
+    equation = types.SimpleNamespace(**record)
+    assert user_frame(equation) is None
+    assert user_frame(equation, default=True) is None
+
+
+# Devices and contexts
+
+
+def test_devices_of_an_unknown_runtime_can_run():
+    assert can_run(jax.devices())
+    assert can_run([types.SimpleNamespace(client=types.SimpleNamespace())])
+    assert can_run([types.SimpleNamespace()])
+    assert not can_run(
+        [types.SimpleNamespace(client=types.SimpleNamespace(runtime_type="compile_only_runtime"))]
+    )
+
+
+def test_a_context_that_jax_lacks_is_not_entered(monkeypatch):
+    assert {"enable_x64", "default_device"} <= thread_contexts().keys()
+    monkeypatch.setattr(internals, "_CONTEXTS", ("enable_x64", "no_such_context"))
+    assert thread_contexts() == {"enable_x64": False}
+    with sf.prefetch([np.arange(2)]) as stream:
+        assert [batch.tolist() for batch in stream] == [[0, 1]]
