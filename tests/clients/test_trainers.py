@@ -867,10 +867,10 @@ def _(ran, place):
     spread = trainer(
         sharding_array=(1, -1, 2, 1),
         total_batch_size=16,
-        given={"rules": [("kernel", PartitionSpec("fsdp", None))]},
+        given={"rules": [("kernel", PartitionSpec("fsdp", "tp"))]},
     )
     assert len(spread.train().state.params["kernel"].sharding.device_set) == 8
-    assert spread.state_partition_spec.params["kernel"] == PartitionSpec("fsdp", None)
+    assert spread.state_partition_spec.params["kernel"] == PartitionSpec("fsdp", "tp")
     alone = trainer(total_batch_size=16)
     alone.train()
     for a, b in zip(*(jax.tree.leaves(t.state.params) for t in (spread, alone)), strict=True):
