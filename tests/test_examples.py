@@ -9,6 +9,7 @@ from pathlib import Path
 from pydoc_data import topics
 
 import pytest
+from tests.clients.rows import shows
 
 from .forks import PRELOAD, ForkServer
 
@@ -164,6 +165,11 @@ def test_lora_learns_new_digits_and_keeps_the_base_frozen(examples):
     assert int(kept) == 2 * 4 * trained + 4 < int(whole) / 8  # two moments and a count
 
 
+@shows(
+    "BaseTrainer",
+    "Core concepts",
+    {"SFT, DPO": "a loss function, as in `examples/lora.py` and `examples/preferences.py`"},
+)
 @pytest.mark.full
 def test_generated_answers_are_right_and_choose_the_best_checkpoint(examples):
     printed = examples.printed("generation")

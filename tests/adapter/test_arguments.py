@@ -13,6 +13,7 @@ from typing import get_type_hints
 
 import pytest
 from tests.adapter.test_arguments_effects import BY_TRAINER, ROWS
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold import adapter as adapter
@@ -99,6 +100,11 @@ def test_positional_arguments_are_refused():
         TrainingArguments("runs/a")
 
 
+@shows(
+    "BaseTrainer",
+    "Core concepts",
+    {"`TrainingArguments` is a dataclass": "a frozen one; `arguments.replace(…)` changes fields"},
+)
 def test_it_is_a_standard_dataclass():
     names = [*FIELDS]
     assert list(inspect.signature(TrainingArguments).parameters) == names
@@ -301,6 +307,16 @@ def test_it_is_replaced_copied_and_pickled_and_never_changed():
     assert TrainingArguments().loss_config == {}
 
 
+@shows(
+    "BaseTrainer",
+    "Configuration example",
+    {
+        "the block as printed": "the same",
+        "`total_batch_size`": "the same: the examples of an update",
+        "`max_steps=-1`": "the same; a positive number overrides the epochs",
+        "`logging_steps`": "another name of `log_steps`",
+    },
+)
 def test_the_example_of_easydel_is_taken():
     arguments = TrainingArguments(
         model_name="MyFineTunedModel",

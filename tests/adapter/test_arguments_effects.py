@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from tests.adapter import digits
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold import adapter as adapter
@@ -238,6 +239,25 @@ def test_every_field_has_a_row():
     assert {*FIELDS} == ROWS.keys()
 
 
+@shows(
+    "BaseTrainer",
+    "Configuration example",
+    {
+        "`model_name`": "a name in logs and cards; `model_name_or_path` loads weights",
+        "`num_train_epochs`": "the same",
+        "`learning_rate`": "the same",
+        "`gradient_accumulation_steps`": "the same; the result is that of the whole batch",
+        "`weight_decay`": "the same",
+        "`gradient_checkpointing`": "the same, any policy of `jax.checkpoint_policies`",
+        "`sharding_array`": "the same",
+        "`use_fast_kernels`": "the precision of matrix products; XLA chooses the kernels",
+        "`save_steps`": "the same",
+        "`save_total_limit`": "the same",
+        "`evaluation_strategy`": "the same",
+        "`eval_steps`": "the same",
+        "`output_dir`": "the same",
+    },
+)
 @pytest.mark.parametrize("name", ROWS)
 def test_every_field_changes_a_part_or_is_refused(name, tmp_path, monkeypatch, capsys, held):
     value, where, *rest = ROWS[name]

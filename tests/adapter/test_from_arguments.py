@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter.arguments import TrainingArguments
@@ -161,6 +162,11 @@ def checkpoints_of(**fields):
     return checkpoints(arguments, plan(arguments))
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: train",
+    {"saves checkpoints by the arguments": "the same"},
+)
 def test_checkpoints_have_the_directory_and_intervals_of_the_arguments():
     series = checkpoints_of(
         output_dir="runs/a",

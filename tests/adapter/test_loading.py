@@ -4,6 +4,7 @@ import copy
 
 import numpy as np
 import pytest
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter import TrainingArguments, plan
@@ -125,9 +126,18 @@ def test_grain_reads_rows_of_arrays(kind):
     assert (y == x * 2).all()
 
 
+@shows(
+    "API reference",
+    "Attributes",
+    {
+        "`dataloader_eval`": "starts again for each evaluation: `next(iter(…))` in place of "
+        "`next(…)`"
+    },
+)
 def test_an_evaluation_reads_all_data_each_time():
     loader = evaluation()
     for _ in range(2):
+        assert next(iter(loader))["x"].tolist() == [0, 1, 2, 3]
         assert [batch["x"].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert len(list(evaluation(steps=1))) == len(evaluation(steps=1)) == 1
     with pytest.raises(TypeError, match="the number of batches is not known"):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter.arguments import TrainingArguments
@@ -439,6 +440,9 @@ def test_fields_without_an_effect_are_refused(fields):
         optimizer_of(TrainingArguments(learning_rate=1.0), 10, None, schedule)
 
 
+@shows(
+    "API reference", "Methods and properties", {"`pruning_module` wraps the optimizer": "the same"}
+)
 def test_pruning_wraps_a_custom_optimizer_too():
     arguments = TrainingArguments(pruning_module=lambda tx: optax.chain(tx, optax.scale(0.0)))
     tx, _ = optimizer_of(arguments, 10, optax.sgd(0.1))

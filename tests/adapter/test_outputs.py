@@ -11,6 +11,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter.outputs import (
@@ -107,6 +108,14 @@ def test_an_unknown_field_is_refused():
 # The state, by its checkpoint
 
 
+@shows(
+    "API reference",
+    "TrainerOutput",
+    {
+        "`from_json`": "with `like=state`, restores the state from its checkpoint",
+        "`to_json`": "`checkpoint_path` stands for the state",
+    },
+)
 def test_json_gives_the_state_back_bit_for_bit(tmp_path, state):
     sf.save(tmp_path, state)
     mesh, path = sf.make_mesh(), str(tmp_path / "0")
@@ -167,6 +176,11 @@ def test_a_state_without_its_checkpoint_has_no_json(tmp_path, state):
         TrainerOutput.from_json(missing, like=state)
 
 
+@shows(
+    "API reference",
+    "TrainerConfigureModelOutput",
+    {"`to_json`": "refused with arrays, such as those of a state: write `replace(state=None)`"},
+)
 @pytest.mark.parametrize("field", ["model", "state", "config"])
 def test_arrays_are_refused(field, state):
     output = TrainerConfigureModelOutput(None).replace(**{field: [1, {"a": state}]})

@@ -5,6 +5,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import optax
 import pytest
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter import Trainer
@@ -12,6 +13,14 @@ from stepfold.adapter import Trainer
 from . import digits
 
 
+@shows(
+    "Trainer Protocol",
+    "Implementation skeleton example",
+    {
+        "its six methods as overrides of `Trainer`": "a run calls them, `evaluate` at each "
+        "evaluation"
+    },
+)
 def test_evaluate_of_a_subclass_measures_in_a_run(tmp_path):
     steps = []
 
@@ -33,6 +42,14 @@ def test_evaluate_of_a_subclass_measures_in_a_run(tmp_path):
     assert made.best == 4
 
 
+@shows(
+    "BaseTrainer",
+    "Key methods",
+    {
+        "`train` calls `eval`": "if a subclass overrides it, and not `evaluate`; it may return a "
+        "dict, or yield"
+    },
+)
 @pytest.mark.parametrize("kind", ["dict", "numbers", "metrics"])
 def test_eval_of_a_subclass_measures_in_a_run(kind):
     class Own(Trainer):
@@ -94,6 +111,14 @@ class ByKeywords(Trainer):
         save(self, kwargs["save_directory"], kwargs["state"])
 
 
+@shows(
+    "BaseTrainer",
+    "Key methods",
+    {
+        "`train` calls `save_pretrained` by `save_strategy`": "if a subclass overrides it, in "
+        "addition to the checkpoints of the run"
+    },
+)
 @pytest.mark.parametrize("kind", [ByPath, ByDirectory, pytest.param(ByKeywords, marks=FULL)])
 def test_save_pretrained_of_a_subclass_is_called_at_each_save(kind, tmp_path):
     logged = []

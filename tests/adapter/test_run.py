@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter import (
@@ -98,6 +99,11 @@ def test_methods_around_a_step_need_single_steps():
 QUIET = {"performance_mode": True}
 
 
+@shows(
+    "Trainer Protocol",
+    "Best practices for implementation",
+    {"NaN or inf": "ends the run with the last finite state"},
+)
 @pytest.mark.parametrize("options", [{}, pytest.param(QUIET, marks=pytest.mark.full)])
 def test_a_nan_ends_the_run_at_the_first_log_point_that_sees_it(options):
     images = np.where(np.arange(200)[:, None] == 7, np.nan, digits.TRAIN["image"])

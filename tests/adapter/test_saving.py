@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter import saving
@@ -130,6 +131,11 @@ def test_a_name_for_a_missing_path_is_refused(tmp_path):
     assert saved(tmp_path, {"w": jnp.ones(1)}, names={"w": "weight"}).keys() == {"weight"}
 
 
+@shows(
+    "API reference",
+    "Methods and properties",
+    {"`gather_fns`": "refused, since arrays are saved from where they are"},
+)
 def test_gathering_is_refused(tmp_path):
     trainer = digits.trainer(max_steps=1)
     trainer.save_pretrained(tmp_path / "a", gather_fns=None)
@@ -137,6 +143,15 @@ def test_gathering_is_refused(tmp_path):
         trainer.save_pretrained(tmp_path / "b", gather_fns={"w": max})
 
 
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "`easystate_to_huggingface_model_kwargs`": "`names` of the parameters in torch; others "
+        "are refused",
+        "`torch_save_pretrained_kwargs`": "`metadata` of the file; others are refused",
+    },
+)
 @pytest.mark.parametrize(
     ("option", "value"),
     [

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter.arguments import TrainingArguments
@@ -12,6 +13,14 @@ def plan_for(train=None, evaluation=None, devices=8, **fields):
     return plan(TrainingArguments(**fields), train, evaluation, devices)
 
 
+@shows(
+    "BaseTrainer",
+    "Configuration example",
+    {
+        "`per_device_train_batch_size`": "with `total_batch_size`, the most on a device at once; "
+        "alone, it sets the batch"
+    },
+)
 @pytest.mark.parametrize(
     ("fields", "batch", "accumulate"),
     [
@@ -53,6 +62,7 @@ def test_an_accumulation_that_does_not_fit_is_refused():
         plan_for(total_batch_size=64, per_device_train_batch_size=1, gradient_accumulation_steps=2)
 
 
+@shows("BaseTrainer", "Configuration example", {"`per_device_eval_batch_size`": "the same"})
 def test_evaluation_batch():
     assert plan_for(total_batch_size=64).eval_batch == 64
     assert plan_for(per_device_eval_batch_size=3).eval_batch == 24
@@ -64,6 +74,11 @@ def test_evaluation_batch():
         plan_for(eval_batch_size=10, per_device_eval_batch_size=3)
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: train",
+    {"iterates over epochs and steps": "by `num_train_epochs` or `max_steps`"},
+)
 @pytest.mark.parametrize(
     ("fields", "epoch_steps", "steps"),
     [
@@ -112,6 +127,7 @@ def test_batches_of_an_evaluation():
     assert plan_for(None, 100, do_eval=False).eval_steps is None
 
 
+@shows("Trainer Protocol", "Required methods: train", {"evaluates by the arguments": "the same"})
 def test_evaluation_intervals():
     def intervals(**fields):
         sizes = plan_for(**fields)

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax.core import freeze
 from jax.sharding import PartitionSpec
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter import (
@@ -60,6 +61,14 @@ def test_missing_parts_are_named():
         digits.trainer(OneStep).evaluate()
 
 
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "`log_weight_distribution`": "by path, once at each multiple of "
+        "`weight_distribution_log_steps`"
+    },
+)
 def test_weight_distributions_are_measured_once_at_a_step_with_an_evaluation(tmp_path, monkeypatch):
     steps = []
     note = lambda self, state, step: steps.append(step)
@@ -112,6 +121,9 @@ def test_there_is_a_state_after_an_exit_before_the_restore(tmp_path):
 # What a subclass may override
 
 
+@shows(
+    "API reference", "Attributes", {"`config`": "what was given, or what `configure_model` returns"}
+)
 def test_the_optimizer_of_a_subclass_is_used():
     class Still(Trainer):
         def configure_model(self):
@@ -124,6 +136,11 @@ def test_the_optimizer_of_a_subclass_is_used():
     assert made.optimizer is made.tx
 
 
+@shows(
+    "Trainer Protocol",
+    "Best practices for implementation",
+    {"immutable states": "a state that you pass is copied, never donated"},
+)
 def test_the_state_of_a_subclass_is_copied():
     mine = sf.init_state(digits.init, optax.sgd(0.1), jax.random.key(5))
 
@@ -137,6 +154,7 @@ def test_the_state_of_a_subclass_is_copied():
     assert not mine.params["kernel"].is_deleted()
 
 
+@shows("API reference", "Constructor", {"`finetune`": "False draws new parameters"})
 def test_without_finetune_parameters_are_drawn():
     given = {"model_state": digits.init(jax.random.key(9))}
     tuned, fresh = (digits.train_only(given={**given, "finetune": yes}) for yes in (True, False))
@@ -144,6 +162,7 @@ def test_without_finetune_parameters_are_drawn():
     assert digits.bits(fresh.state) == digits.bits(digits.train_only().state)
 
 
+@shows("API reference", "Attributes", {"`state_shardings`": "the sharding of each leaf"})
 def test_the_state_is_sharded_by_rules():
     made = digits.train_only(
         sharding_array=(1, -1, 2, 1),
@@ -176,16 +195,31 @@ def test_a_stream_is_iterated_once_for_each_epoch():
     assert made.train().stopped == "the batches ended at step 6"
 
 
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "`apply_training_hooks` returns modified metrics": "they are logged; `trainer.history` "
+        "keeps those of the step"
+    },
+)
 def test_metrics_of_apply_training_hooks_are_logged(tmp_path):
     class Changed(Trainer):
         def apply_training_hooks(self, metrics):
             return {**metrics, "train/added": 1.0}
 
-    digits.train_only(Changed, output_dir=tmp_path, report_to=("csv",), max_steps=5).train()
+    made = digits.train_only(Changed, output_dir=tmp_path, report_to=("csv",), max_steps=5)
+    made.train()
+    assert "train/added" not in made.history
     head, row = (tmp_path / "logs" / "metrics.csv").read_text().splitlines()
     assert dict(zip(head.split(","), row.split(","), strict=True))["train/added"] == "1.0"
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: train",
+    {"manages the state": "`trainer.state`, at all times that of the run"},
+)
 def test_the_state_of_the_trainer_is_that_of_the_run():
     steps = []
 
@@ -208,6 +242,11 @@ def test_epochs_are_counted():
     assert made.epochs_done == 2
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: train",
+    {"logs metrics and reports progress": "the same, by `log_metrics` and a bar"},
+)
 def test_the_bar_of_a_subclass_is_shown():
     class Bar:
         step, closed = 0, False
@@ -265,6 +304,14 @@ def test_the_kind_of_bar(made):
     assert isinstance(made.create_progress_bar(10, disabled=True), NullProgressBar)
 
 
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "`apply_training_hooks` ends a run at a NaN": "the same",
+        "`apply_training_hooks` ends a run at the time limit": "the same",
+    },
+)
 def test_a_nan_or_inf_and_the_time_limit_end_a_run(made):
     with made.timer("train"):
         assert made.apply_training_hooks({"train/loss": 1.0}) == {"train/loss": 1.0}
@@ -314,13 +361,28 @@ def trainer(logging):
     return logging
 
 
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "`log_metrics` filters `mlperf` and `grad_norm`": "`mlperf` always, `grad_norm` from the "
+        "bar; `log_grad_norms=False` does not write it"
+    },
+)
 def test_names_get_the_prefix_of_the_mode_once(trainer):
     metrics = {"loss": 1, "train/loss": 2, "eval/loss": 3, "a/mlperf": 4, "train/grad_norm": 5}
-    trainer.log_metrics(metrics, None, 5, "eval")
+    bar = Bar()
+    trainer.log_metrics(metrics, bar, 5, "eval")
+    assert "train/grad_norm" not in bar.shown[0][1]
     written = {"eval/loss": 3.0, "train/loss": 2.0, "train/grad_norm": 5.0}
     assert trainer.writer.lines == [(5, written)]
 
 
+@shows(
+    "API reference",
+    "Methods and properties",
+    {"`log_metrics` every `log_steps` and `report_steps`": "the same"},
+)
 def test_train_metrics_are_shown_and_written_at_their_intervals_and_at_the_end(trainer):
     bar = Bar()
     for step in (5, 10, 12, 23):
@@ -353,6 +415,11 @@ def test_log_metrics_sees_the_numbers_of_hooks(tmp_path):
     assert float(dict(zip(head.split(","), row.split(","), strict=True))["mine/step"]) == 5
 
 
+@shows(
+    "Trainer Protocol",
+    "Best practices for implementation",
+    {"cleanup of resources": "writers are closed, also after an exception"},
+)
 def test_an_exception_before_the_first_step_closes_the_writers(tmp_path):
     class Broken(Trainer):
         def start_training_hook(self):
@@ -392,6 +459,11 @@ def test_flops_of_a_compiled_step_are_those_on_all_devices():
     assert trainer.calculate_number_total_flops({}, is_training=False) == 2 * 16 * 64 * 10
 
 
+@shows(
+    "API reference",
+    "Methods and properties",
+    {"`count_model_parameters`, also of a `FrozenDict`": "the same"},
+)
 @pytest.mark.parametrize(
     ("params", "count"),
     [
@@ -407,6 +479,16 @@ def test_parameters_of_any_tree_are_counted(params, count):
     assert Trainer.count_model_parameters(params) == count
 
 
+@shows("Trainer Protocol", "Required properties", {"`_model_state`": "another name of `state`"})
+@shows(
+    "API reference",
+    "Attributes",
+    {
+        "`model_state`": "another name of `state`",
+        "`sharded_evaluation_step_function`": "the same; `eval_step_fn` is short for it",
+        "`sharded_training_step_function`": "the same; `train_step_fn` is short for it",
+    },
+)
 def test_aliases(made):
     assert made.state is made._model_state is made.model_state
     assert made.optimizer is made.tx
@@ -446,6 +528,14 @@ def test_a_subclass_may_assign_a_part_before_its_arguments_are_read():
     assert trainer.mesh.size == 1
 
 
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "`is_enable`": "whether this process writes metrics",
+        "`is_process_zero`": "the same",
+    },
+)
 def test_which_processes_write(made, monkeypatch):
     assert (made.is_process_zero, made.is_enable) == (True, True)
     everywhere = digits.train_only(log_all_workers=True)
@@ -466,6 +556,8 @@ def collected(kind=Trainer, examples=(), given=None, **changes):
     return None if collect is None else collect(list(examples))
 
 
+@shows("BaseTrainer", "Customization", {"override `create_collect_function`": "the same"})
+@shows("API reference", "Attributes", {"`data_collator`": "the same"})
 def test_which_function_makes_batches():
     rows = [{"x": 1, "y": 2}, {"x": 3, "y": 4}]
     assert collected() is None
@@ -487,6 +579,9 @@ def test_a_method_for_all_kinds_of_data_comes_before_the_default_of_one():
     assert collected(Grain, [{"x": 1}]) == {"seen": ["x"]}
 
 
+@shows(
+    "API reference", "Constructor", {"`**deprecated_kwargs`": "refused, with what to write instead"}
+)
 def test_arguments_of_other_trainers_are_refused_at_once_with_what_to_write():
     with pytest.raises(sf.ConfigError) as error:
         Trainer(digits.arguments(), train_dataset=[1], compute_metrics=print, hoks=())

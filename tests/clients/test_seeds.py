@@ -1,6 +1,7 @@
 """Examples from the documentation of trainers run with their placeholders filled in."""
 
 import abc
+import dataclasses
 import inspect
 import json
 import types
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from tests.adapter.digits import TEST, TRAIN, arguments, bits, init, loss_fn, plain_loss, trainer
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter import (
@@ -20,6 +22,7 @@ from stepfold.adapter import (
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
     TrainerConfigureModelOutput,
+    TrainerOutput,
 )
 
 
@@ -85,6 +88,14 @@ class MyCustomTrainer(BaseTrainerProtocol):
         sf.save(ckpt_path, state or self._model_state)
 
 
+@shows(
+    "Trainer Protocol", "Required methods: configuration", {"the same three by keyword": "the same"}
+)
+@shows(
+    "Trainer Protocol",
+    "Implementation skeleton example",
+    {"its methods filled in": "it trains, evaluates, saves and restores"},
+)
 def test_protocol_skeleton_runs(tmp_path):
     made = MyCustomTrainer(arguments(), TRAIN, TEST)
     before = made.evaluate(made._model_state)["loss"]
@@ -128,6 +139,17 @@ class CustomTrainer(Trainer):
         super().on_step_end(state, metrics, *args, **kwargs)
 
 
+@shows("BaseTrainer", "Core concepts", {"`BaseTrainer`": "`Trainer`"})
+@shows("BaseTrainer", "Configuration example", {"`trainer.train()`": "the same"})
+@shows(
+    "BaseTrainer",
+    "Customization",
+    {
+        "override `configure_functions`": "the same",
+        "`self.scheduler(state.step)` in a hook": "the same",
+        "`super().on_step_end(…)` without `return`": "changes nothing",
+    },
+)
 def test_customization_runs(capsys):
     made = trainer(CustomTrainer, scheduler="linear", eval_batch_size=32, given={"loss_fn": None})
     before = made.evaluate()["eval_loss"]
@@ -137,6 +159,11 @@ def test_customization_runs(capsys):
     assert capsys.readouterr().out.count("Step completed. Current LR: ") == 20
 
 
+@shows(
+    "BaseTrainer",
+    "Customization",
+    {"`CustomTrainer` as printed": "with `Trainer` in place of `BaseTrainer`"},
+)
 def test_customization_runs_with_its_placeholders():
     class Placeholders(CustomTrainer):
         def configure_functions(self, *args, **kwargs):
@@ -234,6 +261,27 @@ PROPERTIES_OF_GUIDE = (
 )
 
 
+@shows(
+    "Trainer Protocol",
+    "Introduction",
+    {
+        "a protocol as the contract of trainers": "`BaseTrainerProtocol`; `isinstance` accepts "
+        "any object with all members of this guide, or all of the reference"
+    },
+)
+@shows(
+    "Trainer Protocol",
+    "Required properties",
+    {
+        "all nine belong to the protocol": "an object without one of them is no "
+        "`BaseTrainerProtocol`"
+    },
+)
+@shows(
+    "API reference",
+    "Methods and properties",
+    {"an object with these members and no others": "is a `BaseTrainerProtocol`"},
+)
 @pytest.mark.parametrize(
     "members",
     [(*ABSTRACT, *PROPERTIES, *ATTRIBUTES), (*METHODS, *PROPERTIES_OF_GUIDE)],
@@ -247,6 +295,19 @@ def test_an_object_with_exactly_the_members_of_a_document_is_a_trainer(members):
         assert not isinstance(types.SimpleNamespace(**others), BaseTrainerProtocol)
 
 
+@shows(
+    "Trainer Protocol",
+    "Introduction",
+    {
+        "a blueprint of required members": "a subclass that lacks methods cannot be constructed; "
+        "the error lists them"
+    },
+)
+@shows(
+    "API reference",
+    "Methods and properties",
+    {"abstract methods must be implemented": "those of this reference, or those of the guide"},
+)
 @pytest.mark.parametrize("names", [tuple(ABSTRACT), METHODS], ids=["reference", "guide"])
 def test_a_subclass_without_a_method_cannot_be_constructed(names):
     methods = {name: lambda self, *args: None for name in names}
@@ -314,6 +375,14 @@ def test_models_of_other_libraries_train():
         trainer(given={"model": dense})
 
 
+@shows(
+    "BaseTrainer",
+    "Customization",
+    {
+        "a `TrainState` of flax as `model_state`": "with your own steps; the step made of "
+        "`loss_fn` takes its `params`"
+    },
+)
 def test_state_of_another_library_runs_with_its_own_steps():
     from flax.training.train_state import TrainState
 
@@ -333,6 +402,9 @@ def test_state_of_another_library_runs_with_its_own_steps():
     assert int(output.state.step) == 20
     assert made.history["train/loss"][-1] < made.history["train/loss"][0]
     assert not start.params["kernel"].is_deleted()
+    assert int(trainer(given={"model_state": start.params}, max_steps=1).train().step) == 1
+    with pytest.raises(sf.ConfigError, match="state: expected a TrainState, got flax"):
+        trainer(given={"model_state": start}).train()
 
 
 # What EasyDeL's "Trainer Protocol Documentation" does with a trainer of the library
@@ -350,6 +422,14 @@ class Skeleton(Trainer):
     save_pretrained = MyCustomTrainer.save_pretrained
 
 
+@shows(
+    "Trainer Protocol",
+    "Implementation skeleton example",
+    {
+        "its `__init__`, on `Trainer`": "runs without `super().__init__()`",
+        "its `train`, `evaluate` and `save_pretrained`, on `Trainer`": "the same",
+    },
+)
 def test_the_skeleton_runs_on_the_trainer(tmp_path):
     made, plain = (kind(arguments(), TRAIN, TEST) for kind in (Skeleton, MyCustomTrainer))
     assert isinstance(made, BaseTrainerProtocol)
@@ -378,6 +458,16 @@ class Assigning(Trainer):
         return sf.init_state(init, self.optimizer, jax.random.key(3))
 
 
+@shows(
+    "Trainer Protocol",
+    "Required properties",
+    {"`optimizer`": "another name of `tx`; `configure_model` may assign it"},
+)
+@shows(
+    "Trainer Protocol",
+    "Implementation skeleton example",
+    {"`self.optimizer = …`, `self.scheduler = …` in `configure_model`": "the same"},
+)
 def test_an_optimizer_that_configure_model_assigns_is_that_of_the_run():
     made = trainer(Assigning)
     state = made.train().state
@@ -388,6 +478,11 @@ def test_an_optimizer_that_configure_model_assigns_is_that_of_the_run():
     assert made.scheduler(0) == 0.1
 
 
+@shows(
+    "Trainer Protocol",
+    "Required properties",
+    {"`scheduler`": "an optax schedule; `configure_model` may assign it"},
+)
 def test_a_schedule_that_configure_model_assigns_makes_the_optimizer():
     class Scheduled(Trainer):
         def configure_model(self):
@@ -410,6 +505,22 @@ def test_an_assigned_optimizer_has_to_be_one():
         trainer(Wrong)
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: train",
+    {
+        "returns the state": "a `TrainerOutput`: `(state,) = trainer.train()`, and it has "
+        "`params`, `step` and `opt_state` of the state"
+    },
+)
+@shows(
+    "Trainer Protocol",
+    "Required methods: configuration",
+    {
+        "`configure_functions` returns a named tuple": "a dataclass that unpacks: `train_step_fn, "
+        "eval_step_fn = …`"
+    },
+)
 def test_the_outputs_are_the_named_tuples_of_the_text():
     made = trainer(given={"dataset_eval": None})
     model, state = made.configure_model()
@@ -427,6 +538,15 @@ def test_the_outputs_are_the_named_tuples_of_the_text():
     )  # fmt: skip
 
 
+@shows(
+    "BaseTrainer",
+    "Core concepts",
+    {
+        "`EasyDeLState`, a `TrainState` of flax": "`sf.TrainState`, without `tx` and `apply_fn`; "
+        "your own steps get one with `apply_gradients` and `replace`"
+    },
+)
+@shows("BaseTrainer", "Customization", {"`state.apply_gradients(grads=grads)`": "the same"})
 @pytest.mark.parametrize("start", ["by_itself", "given"])
 def test_steps_may_call_apply_gradients_of_the_state(start):
     class Applies(Trainer):
@@ -451,6 +571,14 @@ def test_steps_may_call_apply_gradients_of_the_state(start):
     assert int(made.state.step) == 21
 
 
+@shows(
+    "Trainer Protocol",
+    "Introduction",
+    {
+        "trainers are interchangeable": "a function of a trainer takes a `Trainer` and your own "
+        "class alike"
+    },
+)
 def test_one_function_uses_trainers_of_either_kind(tmp_path):
     def use(trainer):
         state = trainer.train()
@@ -464,6 +592,7 @@ def test_one_function_uses_trainers_of_either_kind(tmp_path):
         assert np.isfinite([*metrics.values()]).all()
 
 
+@shows("BaseTrainer", "Key methods", {'`train("path")`': "the same"})
 def test_train_takes_a_checkpoint_by_position(tmp_path):
     trainer(max_steps=4, output_dir=tmp_path).train()
     made = trainer(max_steps=8)
@@ -478,6 +607,19 @@ class Tokenizer:
         Path(folder, "vocab.txt").write_text("a b c")
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: save_pretrained",
+    {"metadata such as a tokenizer": '`Trainer(metadata={"tokenizer": tokenizer})`'},
+)
+@shows(
+    "BaseTrainer",
+    "Core concepts",
+    {"automatic saving of the arguments": "`output_dir/arguments.json`"},
+)
+@shows(
+    "API reference", "Methods and properties", {"`save_directory=None`": "`output_dir/pretrained`"}
+)
 def test_the_tokenizer_and_the_arguments_are_next_to_the_checkpoints(tmp_path):
     given = {"config": {"layers": 2}, "metadata": {"tokenizer": Tokenizer(), "labels": ["a", "b"]}}
     run, copy, weights = tmp_path / "run", tmp_path / "copy", tmp_path / "weights"
@@ -509,6 +651,22 @@ def test_metadata_that_cannot_be_written_are_refused(metadata, message):
         trainer(given={"metadata": metadata})
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: train",
+    {
+        "`arguments.model_name_or_path`": "a path to a checkpoint or safetensors; nothing is "
+        "downloaded"
+    },
+)
+@shows(
+    "BaseTrainer",
+    "Key methods",
+    {
+        "`configure_model` loads a pretrained model by the arguments": "its weights, from the "
+        "path `model_name_or_path`; the model is `model=`"
+    },
+)
 def test_model_name_or_path_is_where_the_weights_are(tmp_path):
     first = trainer(max_steps=2)
     first.train()
@@ -517,3 +675,338 @@ def test_model_name_or_path_is_where_the_weights_are(tmp_path):
     assert bits(made.state.params) == bits(first.state.params)
     with pytest.raises(sf.CheckpointError, match="hub/name: .* nothing is downloaded"):
         trainer(model_name_or_path="hub/name")
+
+
+@shows(
+    "Trainer Protocol",
+    "Required methods: configuration",
+    {
+        "`TrainerConfigureFunctionOutput(train_step_fn, eval_step_fn)` by position": "the same",
+        "`TrainerConfigureModelOutput(model, state)` by position": "the same",
+        "`TrainerConfigureDataloaderOutput(dataloader_train, dataloader_eval)` by position": "the "
+        "same",
+    },
+)
+def test_outputs_by_position_in_the_order_of_either_document():
+    state, tx, schedule = (
+        sf.init_state(init, optax.sgd(0.1), jax.random.key(0)),
+        optax.sgd(0.1),
+        len,
+    )
+    assert TrainerConfigureModelOutput(init, state).to_dict().items() >= {"state": state}.items()
+    of_model = TrainerConfigureModelOutput(init, tx, schedule, {"layers": 1})
+    assert (of_model.tx, of_model.scheduler, of_model.config) == (tx, len, {"layers": 1})
+    loaders = TrainerConfigureDataloaderOutput([1], [2])
+    assert (loaders.dataloader_train, loaders.dataloader_eval) == ([1], [2])
+    loaders = TrainerConfigureDataloaderOutput([1], 5, [2], 3)
+    assert (loaders.max_training_steps, loaders.dataloader_eval) == (5, [2])
+    steps = TrainerConfigureFunctionOutput(max, min)
+    assert (steps.train_step_fn, steps.eval_step_fn, steps.mesh) == (max, min, None)
+    steps = TrainerConfigureFunctionOutput(max, sf.make_mesh(), None, min)
+    assert (steps.eval_step_fn, steps.mesh) == (min, sf.make_mesh())
+
+
+@shows(
+    "Trainer Protocol",
+    "Implementation skeleton example",
+    {
+        "the class as printed, with abstract methods": "only a subclass that defines them can be "
+        "constructed"
+    },
+)
+def test_the_skeleton_as_printed_is_abstract():
+    class Printed(MyCustomTrainer):
+        configure_model = abc.abstractmethod(MyCustomTrainer.configure_model)
+        train = abc.abstractmethod(MyCustomTrainer.train)
+
+    with pytest.raises(TypeError, match="abstract"):
+        Printed(arguments(), TRAIN, TEST)
+
+
+@shows(
+    "Trainer Protocol",
+    "Required methods: train",
+    {"loads data by dataloaders": "`dataloader_train`, of `configure_dataloaders`"},
+)
+def test_batches_of_a_list_are_those_of_the_run():
+    batches = [{name: values[i : i + 20] for name, values in TRAIN.items()} for i in (0, 20, 40)]
+
+    class Own(Trainer):
+        def configure_dataloaders(self):
+            return TrainerConfigureDataloaderOutput(batches, None)
+
+    class Default(Own):
+        def configure_dataloaders(self):
+            return Trainer.configure_dataloaders(self)
+
+    own, default = (
+        trainer(kind, {"loss_fn": plain_loss}, max_steps=3, shuffle_train_dataset=False)
+        for kind in (Own, Default)
+    )
+    assert bits(own.train().state) == bits(default.train().state)
+
+
+@shows(
+    "Trainer Protocol",
+    "Required properties",
+    {
+        "`dtype`": "of `arguments.dtype`, float32 by default",
+        "`param_dtype`": "of `arguments.param_dtype`, float32 by default",
+    },
+)
+def test_dtypes_are_those_of_the_arguments():
+    made = trainer(dtype="bfloat16", param_dtype="float16", max_steps=1)
+    assert (made.dtype, made.param_dtype) == (jnp.bfloat16, jnp.float16)
+    assert made.state.params["kernel"].dtype == jnp.float16
+
+
+@shows(
+    "Trainer Protocol",
+    "Best practices for implementation",
+    {"failures of the data": "raised after a save of the steps before"},
+)
+def test_a_failure_of_the_data_is_raised_after_a_save(tmp_path):
+    class Broken:
+        def __len__(self):
+            return 200
+
+        def __getitem__(self, index):
+            if index == 130:
+                raise OSError("broken")
+            return {name: values[index] for name, values in TRAIN.items()}
+
+    made = trainer(
+        given={"dataset_train": Broken(), "dataset_eval": None},
+        shuffle_train_dataset=False,
+        output_dir=tmp_path,
+    )
+    with pytest.raises(OSError, match="broken"):
+        made.train()
+    assert int(made.state.step) == sf.latest_step(tmp_path / "checkpoints") == 6
+
+
+@shows(
+    "Trainer Protocol",
+    "Best practices for implementation",
+    {
+        "steps with `pmap` or `shmap`": "`jax.shard_map` in your step, over `self.mesh`; without "
+        "it, XLA shards the step"
+    },
+)
+def test_a_step_of_a_subclass_may_be_a_shard_map():
+    P = jax.sharding.PartitionSpec
+
+    class Mapped(Trainer):
+        def configure_functions(self):
+            def train_step(state, batch):
+                loss, grads = jax.value_and_grad(plain_loss)(state.params, batch, None)
+                grads = jax.lax.pmean(grads, ("dp", "fsdp"))
+                loss = jax.lax.pmean(loss, ("dp", "fsdp"))
+                return state.apply_gradients(grads=grads), {"loss": loss}
+
+            axes = {"in_specs": (P(), P(("dp", "fsdp"))), "out_specs": P(), "check_vma": False}
+            mapped = jax.shard_map(train_step, mesh=self.mesh, **axes)
+            return TrainerConfigureFunctionOutput(jax.jit(mapped), None)
+
+    changes = {"total_batch_size": 40, "sharding_array": (1, -1, 1, 1), "max_steps": 5}
+    given = {"dataset_eval": None}
+    mapped = trainer(Mapped, given, auto_shard_states=False, **changes)
+    mapped.train()
+    assert len(mapped.state.params["kernel"].sharding.device_set) == jax.device_count()
+    del changes["sharding_array"]
+    plain = trainer(given=given, **changes)
+    for ours, theirs in zip(
+        *map(jax.tree.leaves, (mapped.state.params, plain.train().params)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@shows(
+    "API reference",
+    "Constructor",
+    {
+        "`model` is a class": "any object, if `model_state` has the parameters; without it, a "
+        "function of a key"
+    },
+)
+def test_a_class_as_the_model_needs_a_state():
+    class Net:
+        """A model that is only named."""
+
+    params = init(jax.random.key(0))
+    assert trainer(given={"model": Net, "model_state": params}).model is Net
+    with pytest.raises(TypeError, match="Net"):
+        trainer(given={"model": Net})
+
+
+@shows(
+    "API reference",
+    "Methods and properties",
+    {"`LossMetrics` objects": "a step may return one; `apply_training_hooks` gets numbers by name"},
+)
+def test_a_step_may_return_an_object_of_metrics():
+    seen = []
+
+    class Own(Trainer):
+        def configure_functions(self):
+            def train_step(state, batch):
+                return state, Losses(jnp.float32(1.0), jnp.float32(2.0))
+
+            return TrainerConfigureFunctionOutput(jax.jit(train_step), None)
+
+        def apply_training_hooks(self, metrics):
+            seen.append(dict(metrics))
+            return super().apply_training_hooks(metrics)
+
+    trainer(Own, {"dataset_eval": None}, max_steps=5).train()
+    assert seen == [{"train/loss": 1.0, "train/accuracy": 2.0}]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Losses:
+    """Metrics of a step, as EasyDeL's `LossMetrics`."""
+
+    loss: jax.Array
+    accuracy: jax.Array
+
+
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "tf.data without `use_grain`": "batches of NumPy arrays; a `tf.data.Dataset` is read as a "
+        "stream"
+    },
+)
+def test_a_pipeline_of_tf_data_is_a_stream():
+    class Pipeline:
+        """What a `tf.data.Dataset` is read by; the real one is in `test_tensorflow.py`."""
+
+        def __iter__(self):
+            return self.as_numpy_iterator()
+
+        def as_numpy_iterator(self):
+            return ({name: values[i] for name, values in TRAIN.items()} for i in range(200))
+
+    made = trainer(given={"dataset_train": Pipeline(), "dataset_eval": None}, max_steps=12)
+    assert int(made.train().step) == 12
+    assert next(made.dataloader_train)["label"].tolist() == TRAIN["label"][40:60].tolist()
+
+
+@shows(
+    "API reference",
+    "Methods and properties",
+    {"progress without a terminal": "a bar becomes lines of text"},
+)
+def test_a_bar_in_a_pipe_is_lines_of_text(capsys):
+    trainer(given={"dataset_eval": None}, max_steps=5, progress_bar_type="tqdm").train()
+    assert "step 5" in capsys.readouterr().err
+
+
+@shows(
+    "API reference",
+    "Attributes",
+    {"`wandb_runtime`": "the run of W&B during `train`, None before and after"},
+)
+def test_the_run_of_wandb_is_known_while_it_is_open(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    runs = []
+
+    class Own(Trainer):
+        def on_log(self, metrics, step):
+            self.writer.flush()
+            runs.append(self.wandb_runtime)
+
+    made = trainer(Own, {"dataset_eval": None}, output_dir=tmp_path, use_wandb=True)
+    before = made.wandb_runtime
+    made.train()
+    assert runs[-1].offline
+    assert before is made.wandb_runtime is None
+
+
+OUTPUTS = [
+    TrainerConfigureDataloaderOutput(
+        dataloader_train=iter([1]),
+        max_training_steps=9,
+        dataloader_eval=[2],
+        max_evaluation_steps=1,
+    ),
+    TrainerConfigureFunctionOutput(
+        sharded_training_step_function=max,
+        mesh=sf.make_mesh((1,), ("dp",), devices=jax.devices()[:1]),
+        checkpoint_manager=None,
+        sharded_evaluation_step_function=min,
+    ),
+    TrainerConfigureModelOutput(model=len, tx=optax.sgd(0.1), scheduler=abs, config={"size": 2}),
+    TrainerOutput(state=None, mesh=None, last_save_file_name="9", checkpoint_path="runs/a/9"),
+]
+
+
+@shows(
+    "API reference",
+    "TrainerConfigureDataloaderOutput",
+    {
+        "fields by keyword": "the same",
+        "`from_dict`": "the same",
+        "`from_json`": "loaders come back as placeholders, to be replaced",
+        "`replace`": "the same",
+        "`to_dict`": "the same",
+        "`to_json`": "loaders by name, numbers as they are",
+        "a pytree": "the same; arrays are its leaves",
+    },
+)
+@shows(
+    "API reference",
+    "TrainerConfigureFunctionOutput",
+    {
+        "fields by keyword": "the same",
+        "`from_dict`": "the same",
+        "`from_json`": "steps come back as placeholders, the mesh as it was",
+        "`replace`": "the same",
+        "`to_dict`": "the same",
+        "`to_json`": "steps by name, the mesh by its devices",
+        "a pytree": "the same; arrays are its leaves",
+    },
+)
+@shows(
+    "API reference",
+    "TrainerConfigureModelOutput",
+    {
+        "fields by keyword": "the same",
+        "`from_dict`": "the same",
+        "`from_json`": "functions and optimizers come back as placeholders, the rest as it was",
+        "`replace`": "the same",
+        "`to_dict`": "the same",
+        "a pytree": "the same; arrays are its leaves",
+    },
+)
+@shows(
+    "API reference",
+    "TrainerOutput",
+    {
+        "fields by keyword": "the same",
+        "`from_dict`": "the same",
+        "`replace`": "the same",
+        "`to_dict`": "the same",
+        "a pytree": "the same; arrays are its leaves",
+    },
+)
+@pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: type(output).__name__)
+def test_outputs_of_the_reference(output):
+    kind = type(output)
+    assert kind.from_dict(output.to_dict()).to_dict() == output.to_dict()
+    (first, *_, last) = output.to_dict()
+    changed = output.replace(**{first: jnp.ones(2)})
+    assert [leaf.shape for leaf in jax.tree.leaves(changed)] == [(2,)]
+    assert jax.tree.map(lambda leaf: 2 * leaf, changed).to_dict()[first].tolist() == [2.0, 2.0]
+    assert changed.to_dict()[last] == output.to_dict()[last]
+    again = kind.from_json(output.to_json())
+    assert again.to_json() == output.to_json()
+    for name, value in output.to_dict().items():
+        if value is None or isinstance(value, int | str | dict | list | jax.sharding.Mesh):
+            is_state = (kind, name) == (TrainerOutput, "state")
+            assert is_state or getattr(again, name) == value
+        else:
+            assert "stores only its name" in getattr(again, name).advice

@@ -27,6 +27,7 @@ from tests.adapter.digits import (
     plain_loss,
     trainer,
 )
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter import (
@@ -97,6 +98,15 @@ def saved_steps(place):
 # A. EasyDeL
 
 
+@shows("BaseTrainer", "Key methods", {"`__init__(arguments, …)`": "the same"})
+@shows(
+    "API reference",
+    "Constructor",
+    {
+        "seven arguments by position, from `arguments` to `finetune`": "the same",
+        "`arguments=None`": "refused; give `TrainingArguments()`",
+    },
+)
 @row("A", "constructor")
 def _(ran, place):
     names = ["arguments", "model_state", "model", "dataset_train", "dataset_eval"]
@@ -109,10 +119,26 @@ def _(ran, place):
         trainer(given={"loss_fn": None})
     with pytest.raises(sf.ConfigError, match=r"arguments: expected TrainingArguments, got dict"):
         Trainer({})
+    with pytest.raises(
+        sf.ConfigError, match=r"arguments: expected TrainingArguments, got NoneType"
+    ):
+        Trainer()
     with pytest.raises(sf.ConfigError, match=r"model, model_state: expected a function key -> par"):
         trainer(given={"model": None})
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: train",
+    {
+        "`train(model_parameters, state)`": "the same",
+        "resumes from `state`": "the same, with the bits of a run without a break",
+        "`model_parameters`": "parameters to start with",
+    },
+)
+@shows("BaseTrainer", "Core concepts", {"`train()` is the whole loop": "the same"})
+@shows("BaseTrainer", "Key methods", {'`train(ckpt_path="path")`': "the same"})
+@shows("API reference", "Methods and properties", {"`train` returns a `TrainerOutput`": "the same"})
 @row("A", "train()")
 def _(ran, place):
     assert isinstance(ran.output, TrainerOutput)
@@ -133,6 +159,19 @@ def _(ran, place):
         whole.train(params, state)
 
 
+@shows(
+    "BaseTrainer",
+    "Key methods",
+    {
+        "`eval(state)` returns a dict": "`evaluate(state)` does; `eval` yields one for each "
+        "batch, as in the reference"
+    },
+)
+@shows(
+    "API reference",
+    "Methods and properties",
+    {"`eval` yields the metrics of each step": "the same"},
+)
 @row("A", "eval(model_state)")
 def _(ran, place):
     each = list(ran.eval(ran.state))
@@ -143,11 +182,24 @@ def _(ran, place):
     assert not isinstance(ran.eval(ran.state), list)
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: evaluate",
+    {
+        "`evaluate(state, metric_calculator)`": "the same, both optional",
+        "iterates, runs a jitted step and aggregates": "exact over all examples, also if the last "
+        "batch is smaller",
+        "`metric_calculator`": "a function of state and batch, or of the numbers by name",
+        'keys `"eval_loss"`, `"accuracy"`': "`eval_loss`, `eval_accuracy`: every name has the "
+        "prefix",
+    },
+)
 @row("A", "evaluate(state, metric_calculator)")
 def _(ran, place):
     uneven = trainer(eval_batch_size=32, given={"loss_fn": plain_loss})
     found = uneven.evaluate(uneven.state)["eval_loss"]
     assert found == pytest.approx(expected_loss(uneven.state.params, TEST), rel=1e-5)
+    assert ran.evaluate().keys() == {"eval_loss", "eval_accuracy"}
     norm = lambda state, batch: {"norm": sf.mean(jnp.linalg.norm(batch["image"], axis=1))}
     found = uneven.evaluate(metric_calculator=norm)
     wanted = np.linalg.norm(TEST["image"], axis=1).mean()
@@ -156,6 +208,17 @@ def _(ran, place):
     assert double["twice"] == 2 * double["eval_loss"]
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: configuration",
+    {"`configure_model` makes model, optimizer and state": "the same"},
+)
+@shows("BaseTrainer", "Core concepts", {"the state holds PRNG keys": "`state.key`"})
+@shows(
+    "API reference",
+    "Methods and properties",
+    {"`configure_model` returns model, `tx`, scheduler and config": "the same"},
+)
 @row("A", "configure_model()")
 def _(ran, place):
     made = ran.configure_model()
@@ -163,9 +226,24 @@ def _(ran, place):
     assert (made.model, made.config) == (init, None)
     assert float(made.scheduler(20)) == 0.0
     assert int(made.state.step) == 0
+    assert jnp.issubdtype(made.state.key.dtype, jax.dtypes.prng_key)
     assert made.tx.init(made.state.params) is not None
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: configuration",
+    {"`configure_dataloaders` by the arguments and datasets": "the same"},
+)
+@shows("BaseTrainer", "Key methods", {"`configure_dataloaders`": "the same"})
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "`configure_dataloaders` returns loaders and numbers of steps": "the same",
+        "grain with `use_grain`": "the same",
+    },
+)
 @row("A", "configure_dataloaders()")
 def _(ran, place):
     made = ran.configure_dataloaders()
@@ -181,6 +259,24 @@ def _(ran, place):
     assert int(grained.train().state.step) == 10
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: configuration",
+    {
+        "`train_step_fn(state, batch)` returns state and metrics": "the same",
+        "`eval_step_fn(state, batch)` returns metrics": "the same",
+    },
+)
+@shows(
+    "BaseTrainer",
+    "Key methods",
+    {"`configure_functions`": "the same; by default made of `loss_fn`"},
+)
+@shows(
+    "API reference",
+    "Methods and properties",
+    {"`configure_functions` returns steps, mesh and checkpoint manager": "the same"},
+)
 @row("A", "configure_functions()")
 def _(ran, place):
     made = ran.configure_functions()
@@ -196,6 +292,7 @@ def _(ran, place):
     assert float(fresh.eval_step_fn(state, batch)["loss"].compute()) > 0
 
 
+@shows("BaseTrainer", "Core concepts", {"automatic checkpoints of the state": "the same"})
 @row("A", "TrainerOutput")
 def _(ran, place):
     made = ran.output
@@ -212,9 +309,21 @@ def examples(data):
     ]
 
 
+@shows("BaseTrainer", "Key methods", {"`create_collect_function()`": "the same"})
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "`create_collect_function`": "the same",
+        "`create_grain_collect_function`": "the same",
+        "`create_tfds_collect_function`": "the same",
+        "`truncation_mode` of `keep_end` or `keep_start`": "the same",
+    },
+)
 @row("A", "create_collect_function and its two kin")
 def _(ran, place):
     ragged = [{"ids": [1, 2, 3, 4, 5]}, {"ids": [6]}]
+    assert ran.create_collect_function()(ragged[:1])["ids"].tolist() == [[1, 2, 3, 4, 5]]
     for name in ("create_collect_function", "create_grain_collect_function"):
         padded = getattr(ran, name)(max_sequence_length=3, truncation_mode="keep_end")(ragged)
         assert padded["ids"].tolist() == [[3, 4, 5], [6, 0, 0]]
@@ -227,6 +336,14 @@ def _(ran, place):
         ran.create_collect_function(3, "keep_end")([{"ids": [1], "text": "a"}])
 
 
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "`create_progress_bar` of tqdm, rich or JSON": "the same",
+        "`disabled=True` returns a `NullProgressBar`": "the same",
+    },
+)
 @row("A", "create_progress_bar(total, desc, disabled)")
 def _(ran, place):
     for kind in ("tqdm", "rich", "json", "none"):
@@ -248,6 +365,25 @@ def _(ran, place):
     assert not [name for name in found if "bias" in name]
 
 
+@shows(
+    "BaseTrainer",
+    "Customization",
+    {
+        "`on_step_start`": "the same; a run waits for each step",
+        "`on_step_end`": "the same; it may return state and metrics",
+        "`on_log`": "the same, at each log point",
+    },
+)
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "`on_step_end(state, metrics, step)`": "the same",
+        "`on_step_start(state, step)`": "the same",
+        "`start_evaluation_hook`": "the same",
+        "`start_training_hook`": "the same",
+    },
+)
 @row("A", "on_step_start, on_step_end, on_log and the other hooks")
 def _(ran, place):
     told = []
@@ -289,6 +425,9 @@ def _(ran, place):
     assert int(failing.state.step) == 7
 
 
+@shows("Trainer Protocol", "Required methods: train", {"executes a jitted step": "compiled once"})
+@shows("API reference", "Methods and properties", {"`compile_aot`": "the same"})
+@shows("API reference", "Attributes", {"`train_tracker`": "counts compilations"})
 @row("A", "compile_aot()")
 def _(ran, place):
     made = trainer(max_steps=2)
@@ -298,6 +437,7 @@ def _(ran, place):
     assert made.train_tracker.compilations == 1
 
 
+@shows("API reference", "Methods and properties", {"`calculate_number_total_flops`": "the same"})
 @row("A", "calculate_number_total_flops(params, is_training)")
 def _(ran, place):
     made = trainer()
@@ -309,6 +449,25 @@ def _(ran, place):
     assert made.calculate_number_total_flops(params, is_training=False) == 2 * 20 * 64 * 10
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: save_pretrained",
+    {
+        "`save_pretrained(ckpt_path, state=None)`": "the same",
+        "model parameters": "in the checkpoint",
+        "optimizer state, `state.tx_state`": "in the checkpoint; its name is `state.opt_state`",
+        "training arguments": "`arguments.json`, read by `TrainingArguments.from_json`",
+        "without a state, that of the trainer": "the same",
+    },
+)
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "`save_pretrained(state, save_directory)`": "the same",
+        "`to_torch`": "writes safetensors with the layout of torch; `save_model` is short for it",
+    },
+)
 @row("A", "save_pretrained in both forms")
 def _(ran, place):
     made = trainer(max_steps=8)
@@ -332,6 +491,7 @@ def _(ran, place):
         assert found[kernel].flags.c_contiguous
 
 
+@shows("API reference", "Methods and properties", {"`save_information(output_path)`": "the same"})
 @row("A", "save_information(output_path)")
 def _(ran, place):
     ran.save_information(place / "card.md")
@@ -345,6 +505,22 @@ def _(ran, place):
     assert (place / "README.md").read_text() == text
 
 
+@shows(
+    "Trainer Protocol",
+    "Required properties",
+    {"`model`": "the object that was given, or that `configure_model` returns"},
+)
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "`evaluation_batch_size`": "over all devices",
+        "`training_batch_size`": "over all devices",
+        "`mesh`": "the same",
+        "`model`": "the same",
+        "`specs_to_name_sharding(tree, mesh)`": "the same",
+    },
+)
 @row("A", "specs_to_name_sharding and the properties")
 def _(ran, place):
     spec = {"w": PartitionSpec("fsdp"), "b": PartitionSpec()}
@@ -358,6 +534,14 @@ def _(ran, place):
     assert ran.model is init
 
 
+@shows(
+    "API reference",
+    "Methods and properties",
+    {
+        "`finish`": "the same, idempotent",
+        "`initialize_trainer_utils` and its order": "the same",
+    },
+)
 @row("A", "initialize_trainer_utils() and finish()")
 def _(ran, place):
     order = []
@@ -393,6 +577,42 @@ ATTRIBUTES = (
 )
 
 
+@shows(
+    "Trainer Protocol",
+    "Required properties",
+    {
+        "`arguments`": "a `TrainingArguments`",
+        "`dataset_train`": "the same",
+        "`dataset_eval`": "the same",
+    },
+)
+@shows(
+    "API reference",
+    "Attributes",
+    {
+        "`arguments`": "a `TrainingArguments`",
+        "`checkpoint_manager`": "an `sf.Checkpoints`, or None without an `output_dir`",
+        "`checkpoint_path`": "the folder of the newest checkpoint, or None",
+        "`dataloader_train`": "an iterator of batches",
+        "`dataset_eval`": "the same",
+        "`dataset_train`": "the same",
+        "`dtype`": "the same",
+        "`evalu_tracker`": "counts compilations",
+        "`finetune`": "the same",
+        "`max_evaluation_steps`": "the same",
+        "`max_training_steps`": "the same",
+        "`memory_monitor`": "a function of an event that measures the memory in use",
+        "`param_dtype`": "the same",
+        "`pruning_module`": "the same",
+        "`scheduler`": "the same",
+        "`state`": "an `sf.TrainState`, or that of `configure_model`",
+        "`state_named_sharding`": "the sharding of each leaf",
+        "`state_partition_spec`": "the partition spec of each leaf",
+        "`state_shape`": "the shape and dtype of each leaf",
+        "`timer`": "`timer.seconds` by name",
+        "`tx`": "the same",
+    },
+)
 @row("A", "attributes")
 def _(ran, place):
     assert [name for name in ATTRIBUTES if getattr(ran, name) is None] == []
@@ -400,11 +620,30 @@ def _(ran, place):
         assert getattr(ran, name) is None  # nothing was given
     assert ran.dtype == ran.param_dtype == jnp.float32
     assert ran.state_partition_spec.params["kernel"] == PartitionSpec()
+    assert ran.state_named_sharding.params["kernel"].spec == PartitionSpec()
+    assert ran.state_shape.params["kernel"].shape == (64, 10)
+    assert ran.memory_monitor(sf.Event(1, None, {}, None))["memory/host"] > 0
     assert ran.timer.seconds["train"] > 0
     assert ran.train_tracker.compilations >= 1
+    assert ran.evalu_tracker.compilations >= 1
     assert isinstance(ran, BaseTrainerProtocol)
 
 
+@shows(
+    "Trainer Protocol",
+    "Best practices for implementation",
+    {
+        "`state.step` is consistent": "counts the updates",
+        "out-of-memory errors": "raised with a note on which arguments to change",
+        "logs loss and learning rate": "`train/loss`, and `train/learning_rate` if there is a "
+        "schedule",
+        "logs memory": "`track_memory=True`",
+        "`logging_steps`": "the same",
+    },
+)
+@shows(
+    "BaseTrainer", "Key methods", {"`train` evaluates": "at the end, and by `evaluation_strategy`"}
+)
 @row("A", "best practices")
 def _(ran, place):
     assert int(ran.state.step) == 20
@@ -447,6 +686,12 @@ def _(ran, place):
     assert made.epoch_history["eval_loss"][2] < made.epoch_history["eval_loss"][0]
 
 
+@shows("Trainer Protocol", "Best practices for implementation", {"`save_total_limit`": "the same"})
+@shows(
+    "BaseTrainer",
+    "Core concepts",
+    {"a limit on the number of checkpoints": "`save_total_limit`, in addition to the best one"},
+)
 @row("B", "save_dir, save_freq in epochs, best model by metric")
 def _(ran, place):
     made = trainer(
@@ -549,6 +794,22 @@ def _(ran, place):
         trainer(init_weights_from=str(ran.place), given={"model": other})
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: train",
+    {
+        "resumes by the arguments": "from the newest checkpoint in `output_dir`, or "
+        "`resume_from_checkpoint=`"
+    },
+)
+@shows(
+    "Trainer Protocol",
+    "Best practices for implementation",
+    {
+        "checkpoints hold all that a resume needs": "state, data position, metrics: a resumed run "
+        "has the bits of one without a break"
+    },
+)
 @row("C", "resume_from_checkpoint True or path", is_full=True)
 def _(ran, place):
     whole = trainer(num_train_epochs=3).train().state
@@ -568,6 +829,11 @@ def _(ran, place):
         assert bits(resumed.train().state) == bits(whole)
 
 
+@shows(
+    "Trainer Protocol",
+    "Best practices for implementation",
+    {"`save_strategy`, `save_steps`, epochs": "the same"},
+)
 @row("C", "checkpoints each epoch and each save_steps, named by global step", is_full=True)
 def _(ran, place):
     trainer(num_train_epochs=2, save_steps=4, save_strategy="epoch", output_dir=place).train()
@@ -583,15 +849,28 @@ def _(ran, place):
         assert hasattr(made.state.opt_state, "scale") == (name == "fp16")
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: evaluate",
+    {"distributed evaluation": "the numbers of one device"},
+)
+@shows(
+    "BaseTrainer",
+    "Core concepts",
+    {
+        "several devices with few changes": "`sharding_array`, which needs no change of your "
+        "functions"
+    },
+)
 @row("C", "distributed", is_full=True)
 def _(ran, place):
     spread = trainer(
         sharding_array=(1, -1, 2, 1),
         total_batch_size=16,
-        given={"rules": [("kernel", PartitionSpec("fsdp", None))]},
+        given={"rules": [("kernel", PartitionSpec("fsdp", "tp"))]},
     )
     assert len(spread.train().state.params["kernel"].sharding.device_set) == 8
-    assert spread.state_partition_spec.params["kernel"] == PartitionSpec("fsdp", None)
+    assert spread.state_partition_spec.params["kernel"] == PartitionSpec("fsdp", "tp")
     alone = trainer(total_batch_size=16)
     alone.train()
     for a, b in zip(*(jax.tree.leaves(t.state.params) for t in (spread, alone)), strict=True):
@@ -599,6 +878,11 @@ def _(ran, place):
     assert spread.evaluate() == pytest.approx(alone.evaluate(), rel=1e-5)
 
 
+@shows(
+    "Trainer Protocol",
+    "Best practices for implementation",
+    {"configurable logging, TensorBoard": '`report_to=("csv", "tensorboard")`'},
+)
 @row("C", "TensorBoard and CSV logs; a resume appends", is_full=True)
 def _(ran, place):
     options = {"output_dir": place, "report_to": ("csv", "tensorboard")}

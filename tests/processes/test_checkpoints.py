@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 from tests import s3
 from tests.checkpoint.sameness import check_same
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.checkpoint import bucket
@@ -161,6 +162,14 @@ def test_each_of_two_processes_restores_the_arrays_of_its_position(both):
     assert sf.verify(folder)[2] == ["data/1/own: the values are not those that were saved"]
 
 
+@shows(
+    "Trainer Protocol",
+    "Required methods: save_pretrained",
+    {
+        "sharded and distributed saving": "each process writes its shards; any number of "
+        "processes restores them"
+    },
+)
 @pytest.mark.parametrize("count", LAYOUTS)
 def test_one_process_restores_a_save_of_two(both, count):
     folder, _ = both
