@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Self
 
 import jax
@@ -77,7 +77,7 @@ class Parts:
     hooks: Sequence[Hook] = ()
     callbacks: Sequence[Callable[..., Any]] = ()
     watchers: Sequence[Watcher] = ()
-    metadata: Mapping[str, Any] = MappingProxyType({})
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     # Made from `TrainingArguments`.
     plan: Plan
