@@ -909,6 +909,7 @@ def test_a_bar_in_a_pipe_is_lines_of_text(capsys):
     "Attributes",
     {"`wandb_runtime`": "the run of W&B during `train`, None before and after"},
 )
+@pytest.mark.full
 def test_the_run_of_wandb_is_known_while_it_is_open(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
