@@ -19,6 +19,7 @@ from stepfold.checkpoint.store import (
     DirectoryStore,
     Store,
     complete_steps,
+    has_own_step,
     metrics_of,
     open_store,
     open_together,
@@ -212,7 +213,8 @@ def _restore_step(
     try:
         manifest = store.read_manifest(step)
     except NoManifestError as error:
-        if not reads_orbax or not isinstance(store, DirectoryStore):
+        # Next to steps of stepfold it is one of these, in the middle of its deletion.
+        if not reads_orbax or not isinstance(store, DirectoryStore) or has_own_step(store):
             raise
         return _restore_from_orbax(store, step, like, error, parts=parts, **options)
     sources, not_loaded = match(

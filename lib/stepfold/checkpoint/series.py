@@ -33,12 +33,13 @@ from stepfold.checkpoint.steps import (
 from stepfold.checkpoint.store import (
     Store,
     complete_steps,
+    has_own_step,
     local_path,
     metrics_of,
     open_store,
     open_to_save,
 )
-from stepfold.checkpoint.verify import damage_of, has_own_step, newest_complete
+from stepfold.checkpoint.verify import damage_of, newest_complete
 from stepfold.core.processes import Group, agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
 from stepfold.core.validation import check_flags, read_instance, read_integer, read_positive

@@ -391,6 +391,20 @@ def complete_steps(store: Store, steps: Iterable[int] | None = None) -> dict[int
     return complete
 
 
+def has_own_step(store: Store) -> bool:
+    """Return whether a store has a step of stepfold, complete or damaged."""
+    for step in reversed(store.steps()):
+        try:
+            store.read_metadata(step)
+        except ForeignError:
+            continue
+        except DamageError:
+            if not store.has_step(step):  # another run has deleted it meanwhile
+                continue
+        return True
+    return False
+
+
 def metrics_of(complete: Mapping[int, StepMetadata]) -> dict[int, Mapping[str, Any]]:
     """Return the metrics of each step."""
     return {step: metadata.metrics or {} for step, metadata in complete.items()}

@@ -37,20 +37,6 @@ def newest_complete(store: Store) -> int | None:
     return None
 
 
-def has_own_step(store: Store) -> bool:
-    """Return whether a store has a step of stepfold, complete or damaged."""
-    for step in reversed(store.steps()):
-        try:
-            store.read_metadata(step)
-        except ForeignError:
-            continue
-        except DamageError:
-            if not store.has_step(step):  # another run has deleted it meanwhile
-                continue
-        return True
-    return False
-
-
 class Contents(NamedTuple):
     """The contents of a checkpoint.
 
