@@ -1,8 +1,11 @@
 """The trainer that Hezar documents: its methods, what subclasses override, and refusals."""
 
 import dataclasses
+import io
 import itertools
 import math
+import re
+import sys
 import types
 import warnings
 
@@ -12,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from tests.adapter.digits import TEST, TRAIN, bits, init
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter.hezar import MetricConfig, Model, Trainer, TrainerConfig
@@ -64,6 +68,7 @@ def predictions_of(params):
 # The run
 
 
+@shows("Hezar", "TrainerConfig", {"`seed`": "42: of the order of examples and the keys of steps"})
 def test_a_run_has_the_bits_of_fit():
     tx = optax.adam(1e-2)
     step = sf.make_train_step(
@@ -78,14 +83,41 @@ def test_a_run_has_the_bits_of_fit():
     assert bits(trainer.state.params) == bits(result.state.params)
 
 
+@shows("Hezar", "TrainerConfig", {"`log_steps`": "the same; 10 by default"})
+@shows("Hezar", "Initialization", {"loss tracker": "`trainer.loss_tracker`"})
 def test_train_returns_the_average_loss_since_the_start():
     trainer = train_only(log_steps=1)
     average = trainer.train()
     assert average == pytest.approx(np.mean(trainer.result.history["train/loss"]), rel=1e-6)
     assert trainer.loss_tracker.average == average
+    assert trainer.result.history["train/loss"].steps == [*range(1, 21)]
     assert train_only(log_steps=7).train() == pytest.approx(average, rel=1e-6)
+    assert TrainerConfig(num_epochs=1).log_steps == 10
 
 
+@shows("Hezar", "Training loop", {"trackers": "updated at log points"})
+def test_trackers_are_updated_at_log_points():
+    averages = []
+
+    class Own(Trainer):
+        def prepare_input_batch(self, input_batch):
+            averages.append(self.loss_tracker.average)
+            return input_batch
+
+    trainer = train_only(Own, num_dataloader_workers=0, num_epochs=1)
+    averages.append(trainer.train())
+    distinct = {average for average in averages if not math.isnan(average)}
+    assert len(distinct) == 2  # after 5 and 10 steps
+
+
+@shows(
+    "Hezar",
+    "TrainerConfig",
+    {
+        "`num_epochs`": "the same; or `max_steps` alone",
+        "`max_steps`": "the maximum, together with `num_epochs`",
+    },
+)
 def test_max_steps_limits_the_epochs():
     for changes, steps in (
         ({"max_steps": 5}, 5),
@@ -97,10 +129,15 @@ def test_max_steps_limits_the_epochs():
         assert int(trainer.state.step) == steps
 
 
+@shows("Hezar", "Initialization", {"TensorBoard and CSV": "the same, in `logs_dir`"})
+@shows("Hezar", "Training loop", {"saves and logs by steps": "the same"})
+@shows("Hezar", "Evaluation loop", {"after each epoch": "the same"})
+@shows("Hezar", "After an epoch, resuming", {"also each `save_steps`": "the same"})
 def test_evaluations_and_saves_are_those_of_each_epoch(tmp_path):
     trainer = made(output_dir=str(tmp_path), save_steps=4, num_epochs=2)
     trainer.train()
     assert trainer.result.history["eval/loss"].steps == [10, 20]
+    assert trainer.result.history["train/loss"].steps == [5, 10, 15, 20]
     steps = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.is_dir())
     assert steps == [4, 8, 10, 12, 16, 20]
     logs = tmp_path / "logs"
@@ -108,15 +145,35 @@ def test_evaluations_and_saves_are_those_of_each_epoch(tmp_path):
     assert [*(logs / "tensorboard").glob("*tfevents*")]
 
 
+@shows(
+    "Hezar",
+    "TrainerConfig",
+    {"`save_steps`": "the same; 0 and None save at the ends of epochs alone"},
+)
+@shows("Hezar", "After an epoch, resuming", {"a checkpoint after each epoch": "the same"})
+@pytest.mark.parametrize("save_steps", [0, None])
+def test_without_save_steps_each_epoch_is_saved(tmp_path, save_steps):
+    made(output_dir=str(tmp_path), save_steps=save_steps, num_epochs=3).train()
+    assert sorted(sf.verify(tmp_path / "checkpoints")) == [10, 20, 30]
+
+
+@shows("Hezar", "TrainerConfig", {"`checkpoints_dir`": "the same", "`logs_dir`": "the same"})
 def test_folders_have_the_names_of_the_config(tmp_path):
     made(output_dir=tmp_path, checkpoints_dir="c", logs_dir="l", num_epochs=1).train()
     assert {path.name for path in tmp_path.iterdir()} == {"c", "l"}
     assert (tmp_path / "c" / "10").is_dir()
 
 
-def test_without_evaluation_or_output():
+@shows(
+    "Hezar",
+    "TrainerConfig",
+    {"`output_dir`": "the same; without it nothing is written", "`do_evaluate`": "the same"},
+)
+def test_without_evaluation_or_output(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     trainer = made(do_evaluate=False)
     trainer.train()
+    assert not [*tmp_path.iterdir()]
     assert "eval/loss" not in trainer.result.history
     assert trainer.evaluate() == {"loss": pytest.approx(exact_loss(trainer.model.params), rel=1e-6)}
 
@@ -130,6 +187,14 @@ def test_a_second_call_does_nothing_more():
     assert bits(trainer.state) == before
 
 
+@shows(
+    "Hezar",
+    "TrainerConfig",
+    {
+        "`num_dataloader_workers`": "4: the number of batches that a thread makes ahead, with the "
+        "same bits for each number"
+    },
+)
 def test_the_bits_do_not_depend_on_workers():
     states = []
     for workers in (0, 1, 4):
@@ -137,8 +202,18 @@ def test_the_bits_do_not_depend_on_workers():
         trainer.train()
         states.append(bits(trainer.state))
     assert states[0] == states[1] == states[2]
+    assert TrainerConfig(num_epochs=1).num_dataloader_workers == 4
 
 
+@shows(
+    "Hezar",
+    "Initialization",
+    {
+        "global seeding": "no global generator is seeded, numpy's included; all that is random "
+        "here follows from `seed`"
+    },
+)
+@shows("Hezar", "Training loop", {"same order among runs": "by `seed`"})
 def test_the_seed_decides_the_order_and_leaves_numpy_alone():
     before = np.random.get_state()[1].tolist()  # noqa: NPY002
     runs = [train_only(seed=seed) for seed in (42, 42, 7)]
@@ -149,11 +224,17 @@ def test_the_seed_decides_the_order_and_leaves_numpy_alone():
     assert np.random.get_state()[1].tolist() == before  # noqa: NPY002
 
 
+@shows("Hezar", "TrainerConfig", {"`dataloader_shuffle`": "the same"})
 def test_without_shuffling_examples_keep_their_order():
     trainer = train_only(dataloader_shuffle=False)
     np.testing.assert_array_equal(next(trainer.train_dataloader)["labels"], TRAIN["label"][:20])
 
 
+@shows(
+    "Hezar",
+    "After an epoch, resuming",
+    {"steps of an epoch": "`len(train_dataset) // batch_size`, of the effective batch"},
+)
 def test_accumulation_has_the_effective_batch():
     """`gradient_accumulation_steps=4` and batches of 5 are one batch of 20."""
     accumulated = train_only(batch_size=5, gradient_accumulation_steps=4)
@@ -169,6 +250,22 @@ def test_accumulation_has_the_effective_batch():
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
+@shows("Hezar", "Training loop", {"moving average of the loss in the bar": "the same"})
+def test_the_bar_shows_the_average_loss(monkeypatch):
+    terminal = type("Terminal", (io.StringIO,), {"isatty": lambda self: True})()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    trainer = train_only(log_steps=1)
+    average = trainer.train()
+    shown = re.findall(r"loss[=:] ?([\d.]+)", terminal.getvalue())
+    assert float(shown[-1]) == pytest.approx(average, rel=0.1)
+    assert float(shown[-1]) > trainer.result.history["train/loss"][-1]
+
+
+@shows(
+    "Hezar",
+    "TrainerConfig",
+    {"`mixed_precision`": "`bf16`, `fp16` with a dynamic loss scale, `full`"},
+)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "full"])
 def test_mixed_precision(precision):
     trainer = made(mixed_precision=precision, metrics=["accuracy"])
@@ -189,6 +286,11 @@ def test_a_nan_ends_the_run_with_a_warning():
     assert trainer.result.stop_reason.kind == "nonfinite"
 
 
+@shows(
+    "Hezar",
+    "TrainerConfig",
+    {"`distributed`": "[all devices of all processes](#what-is-different)"},
+)
 def test_all_devices_are_used_if_it_is_distributed():
     trainer = made(distributed=True, batch_size=40 // jax.device_count(), metrics=["accuracy"])
     single = made(batch_size=40, metrics=["accuracy"])
@@ -198,15 +300,37 @@ def test_all_devices_are_used_if_it_is_distributed():
     assert trainer.evaluate() == pytest.approx(single.evaluate(), rel=1e-3)
 
 
+@shows(
+    "Hezar",
+    "TrainerConfig",
+    {
+        "`device`": "`cpu`, `cuda:0` and so on, or one of `jax.devices()`; by default jax's first. "
+        "One that is missing is refused",
+        "`use_cpu`": "the same",
+    },
+)
+@shows("Hezar", "Datasets and models", {"placement of model and data": "by jax"})
 def test_a_device_by_name():
     for changes in ({"device": "cpu"}, {"use_cpu": True}, {"device": jax.devices()[0]}):
         trainer = train_only(**changes)
         assert trainer.state.params["kernel"].devices() == {jax.devices("cpu")[0]}
+    assert train_only().state.params["kernel"].devices() == {jax.devices()[0]}
+    for missing in ("cuda:0", "cpu:99"):
+        with pytest.raises(sf.ConfigError, match=f"device: expected one of jax's, .*'{missing}'"):
+            train_only(device=missing)
 
 
 # Optimizers
 
 
+@shows(
+    "Hezar",
+    "TrainerConfig",
+    {
+        "`optimizer`": "by its name in optax, `adam` by default",
+        "`learning_rate`": "the same; 2e-5 by default",
+    },
+)
 def test_optimizers_by_name_and_as_objects():
     by_name = train_only(optimizer="sgd", learning_rate=0.1)
     schedule = optax.linear_schedule(0.1, 0.0, 20)
@@ -223,8 +347,60 @@ def test_optimizers_by_name_and_as_objects():
     assert bits(linear.state.params) == bits(scheduled.state.params)
     assert bits(linear.state.params) != bits(by_name.state.params)
     assert linear.lr_scheduler(10) == pytest.approx(0.05)
+    defaults = TrainerConfig(num_epochs=1)
+    assert (defaults.optimizer, defaults.learning_rate) == ("adam", 2e-5)
 
 
+@shows("Hezar", "TrainerConfig", {"`weight_decay`": "the same; 0 by default"})
+def test_weight_decay_is_an_argument_of_the_optimizer_or_added_to_the_gradient():
+    added = optax.chain(optax.add_decayed_weights(0.5), optax.adam(1e-2))
+    for name, tx in (("adamw", optax.adamw(1e-2, weight_decay=0.5)), ("adam", added)):
+        by_name = train_only(optimizer=name, weight_decay=0.5)
+        config = TrainerConfig(num_epochs=2, batch_size=20)
+        by_object = Trainer(config, MODEL, rows(TRAIN), optimizer=tx)
+        for trainer in (by_name, by_object):
+            trainer.train()
+        assert bits(by_name.state.params) == bits(by_object.state.params)
+    assert TrainerConfig(num_epochs=1).weight_decay == 0
+
+
+SCHEDULES = {
+    "constant": {},
+    "linear": {},
+    "cosine": {},
+    "polynomial": {"power": 2.0},
+    "exponential": {},
+    "inverse_sqrt": {"warmup_steps": 2},
+    "wsd": {},
+    "cosine_restarts": {},
+}
+
+
+@shows(
+    "Hezar",
+    "TrainerConfig",
+    {
+        "`lr_scheduler`": "constant, linear, cosine, polynomial, exponential, inverse_sqrt, wsd, "
+        "cosine_restarts; schedules that react to metrics are refused"
+    },
+)
+def test_schedules_by_name():
+    for name, options in SCHEDULES.items():
+        trainer = train_only(lr_scheduler=name, lr_scheduler_kwargs=options)
+        rates = [0.01] * 21
+        if trainer.lr_scheduler is not None:
+            rates = [float(trainer.lr_scheduler(step)) for step in range(21)]
+        assert max(rates) == pytest.approx(0.01)
+        assert (min(rates) < 0.01) == (name != "constant")
+    with pytest.raises(sf.ConfigError, match="scheduler: expected one of none, constant, linear"):
+        train_only(lr_scheduler="reduce_on_plateau")
+
+
+@shows(
+    "Hezar",
+    "TrainerConfig",
+    {"`lr_scheduler_kwargs`": "options of the schedule, and `warmup_steps`"},
+)
 def test_warmup_and_options_of_a_schedule():
     options = {"warmup_steps": 10, "power": 1.0}
     trainer = train_only(lr_scheduler="polynomial", lr_scheduler_kwargs=options)
@@ -232,6 +408,15 @@ def test_warmup_and_options_of_a_schedule():
     assert rates == pytest.approx([0.0, 0.005, 0.01, 0.005, 0.0])
 
 
+@shows(
+    "Hezar",
+    "Optional parameters",
+    {
+        "`optimizer`": "an optax transformation; fields of the config that it replaces are refused",
+        "`lr_scheduler`": "a function of the step to a rate; not with an `optimizer`, which has "
+        "its own",
+    },
+)
 @pytest.mark.parametrize(
     ("given", "changes", "message"),
     [
@@ -255,6 +440,11 @@ def test_optimizers_that_are_refused(given, changes, message):
 # What subclasses override
 
 
+@shows(
+    "Hezar",
+    "Training loop",
+    {"`create_train_dataloader(dataset)`": "[the same](#subclasses), called once"},
+)
 def test_each_override_is_called_by_a_run():
     calls = []
 
@@ -282,6 +472,14 @@ def test_each_override_is_called_by_a_run():
     assert trainer.result.history["eval/accuracy"] == plain.result.history["eval/accuracy"][-1:]
 
 
+@shows(
+    "Hezar",
+    "Training loop",
+    {
+        "`inner_training_loop(epoch_num)`": "[the same](#subclasses); alone, it trains to the end "
+        "of the present epoch"
+    },
+)
 def test_an_epoch_by_hand():
     trainer, plain = made(), made()
     first = trainer.inner_training_loop(1)
@@ -293,6 +491,14 @@ def test_an_epoch_by_hand():
     assert bits(trainer.state) == bits(plain.state)
 
 
+@shows(
+    "Hezar",
+    "Training loop",
+    {
+        "returned average loss": "by `train()` and `inner_training_loop`: over all examples since "
+        "the start, those before a resume too"
+    },
+)
 def test_epochs_of_a_subclass_resume_within_one(tmp_path):
     epochs = []
 
@@ -324,6 +530,14 @@ def test_a_loader_of_a_subclass_gives_the_batches():
     assert int(trainer.state.step) == 8
 
 
+@shows(
+    "Hezar",
+    "Training loop",
+    {
+        "`prepare_input_batch`": "[the same](#subclasses), for the batch of a step, and in "
+        "evaluations"
+    },
+)
 def test_batches_are_prepared_on_the_host_for_both():
     class Halves(Trainer):
         def prepare_input_batch(self, input_batch):
@@ -340,6 +554,11 @@ def test_batches_are_prepared_on_the_host_for_both():
     assert bits(trainer.state.params) == bits(plain.state.params)
 
 
+@shows(
+    "Hezar",
+    "Training loop",
+    {"`training_step`": "[returns the loss](#subclasses), or the loss and metrics"},
+)
 def test_a_training_step_has_a_key_and_metrics():
     class Dropout(Trainer):
         def training_step(self, input_batch):
@@ -354,6 +573,7 @@ def test_a_training_step_has_a_key_and_metrics():
     assert trainer.key is None
 
 
+@shows("Hezar", "Training loop", {"`optimization_step`": "[a pure function](#subclasses)"})
 def test_an_optimization_step_decides_the_update():
     class Frozen(Trainer):
         def optimization_step(self, grads, opt_state, params):
@@ -452,6 +672,20 @@ class Examples:
         }
 
 
+@shows(
+    "Hezar",
+    "Datasets and models",
+    {"`train_dataset`, `eval_dataset`": "the same, also as dicts of arrays"},
+)
+@shows(
+    "Hezar",
+    "Optional parameters",
+    {
+        "`data_collator`": "a function from a list of examples to a batch of arrays",
+        "the default of `data_collator`": "the attribute `data_collator` of the dataset; without "
+        "one, examples are stacked",
+    },
+)
 def test_the_collator_is_that_of_the_dataset_by_default():
     train, test = Examples(TRAIN), Examples(TEST)
     trainer = made(given={"train_dataset": train, "eval_dataset": test})
@@ -466,6 +700,12 @@ def test_the_collator_is_that_of_the_dataset_by_default():
     given = {"train_dataset": Examples(TRAIN), "eval_dataset": test, "data_collator": own}
     made(given=given).evaluate()
     assert (test.collated, other.collated) == (10, 5)
+    examples = [
+        {"image": x, "labels": y} for x, y in zip(TRAIN["image"], TRAIN["label"], strict=True)
+    ]
+    stacked = train_only(given={"train_dataset": examples})
+    stacked.train()
+    assert bits(stacked.state.params) == bits(plain.state.params)
 
 
 def test_empty_and_too_small_datasets():
@@ -478,6 +718,11 @@ def test_empty_and_too_small_datasets():
         made().evaluate(empty)
 
 
+@shows(
+    "Hezar",
+    "Evaluation loop",
+    {"`evaluate(dataset)`": "the same; nothing is logged", "`evaluate(eval_dataset=)`": "the same"},
+)
 def test_evaluation_of_another_dataset_logs_nothing(tmp_path):
     trainer = made(output_dir=str(tmp_path), metrics=["accuracy"])
     again = {"image": TEST["image"][:30], "labels": TEST["label"][:30]}
@@ -508,6 +753,7 @@ def test_edit_distances_are_those_of_their_definition():
         assert edit_distance(a, b) == edit_distance(b, a)
 
 
+@shows("Hezar", "TrainerConfig", {"`metrics`": "by name or as `MetricConfig`; [exact](#metrics)"})
 @pytest.mark.parametrize("average", ["macro", "micro", "weighted"])
 def test_scores_are_those_of_scikit_learn(average):
     from sklearn import metrics
@@ -527,6 +773,8 @@ def test_scores_are_those_of_scikit_learn(average):
     )
 
 
+@shows("Hezar", "Optional parameters", {"`eval_dataset`": "the same; each example counts once"})
+@shows("Hezar", "Evaluation loop", {"`evaluate()` alone": "the same"})
 @pytest.mark.parametrize("size", [7, 30, 100])
 def test_metrics_are_exact_over_the_whole_set(size):
     from sklearn.metrics import f1_score
@@ -566,6 +814,11 @@ def test_padded_tokens_have_no_weight():
         handler.compute_metrics([1], [1, 2])
 
 
+@shows(
+    "Hezar",
+    "Optional parameters",
+    {"`metrics_handler`": "[an object with `compute_metrics`](#metrics)"},
+)
 def test_a_custom_handler_gets_all_examples():
     seen = []
 
@@ -584,6 +837,11 @@ def test_a_custom_handler_gets_all_examples():
         made(given={"metrics_handler": returns_none}).evaluate()
 
 
+@shows(
+    "Hezar",
+    "TrainerConfig",
+    {"`evaluate_with_generate`": "calls `generate=`, or a `generate(batch)` of the model"},
+)
 def test_predictions_of_a_generating_function():
     def generate(model, input_batch):
         return ["x" * int(label) for label in np.asarray(input_batch["labels"])]
@@ -596,6 +854,14 @@ def test_predictions_of_a_generating_function():
     given = {"generate": generate, "preprocessor": preprocessor}
     trainer = made(Texts, given, metrics=["cer"], evaluate_with_generate=True)
     assert trainer.evaluate()["cer"] == 0
+
+    class Generates(Model):
+        def generate(self, input_batch):
+            return generate(self, input_batch)
+
+    model = Generates(apply, MODEL.params, nll)
+    by_model = {"model": model, "preprocessor": preprocessor}
+    assert made(Texts, by_model, metrics=["cer"]).evaluate()["cer"] == 0
     unused = made(Texts, given, metrics=["cer"], evaluate_with_generate=False)
     assert unused.evaluate()["cer"] > 0
     with pytest.raises(sf.ConfigError, match="evaluate_with_generate: expected generate="):
@@ -625,6 +891,14 @@ def test_metrics_need_labels():
         made(own, given, metrics=["accuracy"]).evaluate()
 
 
+@shows(
+    "Hezar",
+    "TrainerConfig",
+    {
+        "`metric_for_best_model`": "with the prefix `train.` or `evaluation.`, which is the "
+        "default; lower is better for loss, cer and wer. Others than the metrics are refused"
+    },
+)
 @pytest.mark.parametrize(
     ("metric", "best"), [("f1", "max"), ("evaluation.cer", "min"), ("train.loss", "min")]
 )
@@ -638,22 +912,45 @@ def test_the_best_checkpoint(tmp_path, metric, best):
     values = {step: x for step, x in zip(curve.steps, curve, strict=True) if step % 10 == 0}
     wanted = {"min": min, "max": max}[best](values.values())
     assert values[trainer.result.best] == wanted
+    with pytest.raises(sf.ConfigError, match="expected one of loss, f1, cer, .*, got 'accuracy'"):
+        made(output_dir="x", metrics=["f1", "cer"], metric_for_best_model="accuracy")
 
 
 # Checkpoints
 
 
+@shows(
+    "Hezar",
+    "Initialization",
+    {
+        "weights, optimizer, steps, checkpoints, logs": "made when the trainer is built; "
+        "checkpoints are loaded by `train`",
+        "trainer state": "`trainer.state`, `trainer.result`",
+    },
+)
+@shows(
+    "Hezar",
+    "After an epoch, resuming",
+    {"in the middle of an epoch, shuffled": "the same, bit for bit"},
+)
 @pytest.mark.parametrize("stop", [7, 14])
 def test_a_resumed_run_has_the_same_bits(tmp_path, stop):
     changes = {"output_dir": str(tmp_path), "save_steps": 4, "metrics": ["accuracy"]}
     made(max_steps=stop, **changes).train()
     trainer, whole = made(resume_from_checkpoint=True, **changes), made(metrics=["accuracy"])
+    assert bits(trainer.state.params) == bits(MODEL.params)  # until it trains
+    assert isinstance(trainer.optimizer, optax.GradientTransformation)
     average = trainer.train()
     assert trainer.result.resumed == stop
     assert average == pytest.approx(whole.train(), rel=1e-12)
     assert bits(trainer.state) == bits(whole.state)
 
 
+@shows(
+    "Hezar",
+    "After an epoch, resuming",
+    {"`resume_from_checkpoint=True`": "the same; an interrupted run saves first"},
+)
 def test_an_interrupted_run_saves_and_resumes(tmp_path):
     class Interrupted(Trainer):
         count = 0
@@ -674,6 +971,7 @@ def test_an_interrupted_run_saves_and_resumes(tmp_path):
     assert bits(resumed.state) == bits(whole.state)
 
 
+@shows("Hezar", "After an epoch, resuming", {"from a path": "the folder of a step or of a run"})
 def test_a_run_resumes_from_a_path(tmp_path):
     first = str(tmp_path / "first")
     made(output_dir=first, num_epochs=2).train()
@@ -683,13 +981,33 @@ def test_a_run_resumes_from_a_path(tmp_path):
     whole = made()
     whole.train()
     assert bits(trainer.state) == bits(whole.state)
+    longer = made(output_dir=str(tmp_path / "third"), resume_from_checkpoint=first, num_epochs=3)
+    longer.train()
+    whole = made(num_epochs=3)
+    whole.train()
+    assert bits(longer.state) == bits(whole.state)
 
 
+@shows(
+    "Hezar",
+    "TrainerConfig",
+    {
+        "`resume_from_checkpoint`": "True or a path; otherwise an `output_dir` with checkpoints is "
+        "refused"
+    },
+)
 def test_checkpoints_are_not_overwritten(tmp_path):
     made(output_dir=str(tmp_path)).train()
     with pytest.raises(sf.ConfigError, match="output_dir: .*step 20; set resume_from_checkpoint"):
         made(output_dir=str(tmp_path)).train()
     assert not [*(tmp_path / "logs").glob("previous*")]
+    trainer = made(output_dir=str(tmp_path), resume_from_checkpoint=True, num_epochs=3)
+    trainer.train()
+    assert trainer.result.resumed == 20
+    other, path = str(tmp_path / "other"), str(tmp_path / "checkpoints" / "10")
+    trainer = made(output_dir=other, resume_from_checkpoint=path)
+    trainer.train()
+    assert trainer.result.history["train/loss"].steps == [15, 20]
 
 
 def test_resuming_without_a_checkpoint_warns(tmp_path):
@@ -697,12 +1015,18 @@ def test_resuming_without_a_checkpoint_warns(tmp_path):
         made(output_dir=str(tmp_path), resume_from_checkpoint=True).train()
 
 
+@shows(
+    "Hezar", "TrainerConfig", {"`init_weights_from` on disk": "a checkpoint, a run or safetensors"}
+)
 def test_weights_of_a_checkpoint_and_onto_another_head(tmp_path):
     source = made(output_dir=str(tmp_path))
     source.train()
     same = made(init_weights_from=str(tmp_path))
     assert bits(same.state.params) == bits(source.state.params)
     assert int(same.state.step) == 0
+    sf.export_params(tmp_path / "weights", source.state.params)
+    exported = made(init_weights_from=str(tmp_path / "weights"))
+    assert bits(exported.state.params) == bits(source.state.params)
     head = {"kernel": jnp.zeros((64, 10)), "bias": jnp.zeros(10), "head": jnp.ones(10)}
     model = Model(lambda params, image: apply(params, image) * params["head"], head, nll)
     other = made(given={"model": model}, init_weights_from=f"{tmp_path}/checkpoints/20")
@@ -710,12 +1034,19 @@ def test_weights_of_a_checkpoint_and_onto_another_head(tmp_path):
     assert [*other.not_loaded] == ["params/head"]
 
 
-def test_the_preprocessor_is_saved_next_to_the_checkpoints(tmp_path):
-    class Preprocessor:
-        def save(self, path):
-            (path / "config.json").write_text("{}")
-
-    made(given={"preprocessor": Preprocessor()}, output_dir=str(tmp_path), num_epochs=1).train()
+@shows(
+    "Hezar",
+    "Optional parameters",
+    {
+        "`preprocessor`": "saved to `output_dir/preprocessor` by its `save` or `save_pretrained`; "
+        "its `decode` makes [texts](#metrics)"
+    },
+)
+@pytest.mark.parametrize("method", ["save", "save_pretrained"])
+def test_the_preprocessor_is_saved_next_to_the_checkpoints(tmp_path, method):
+    save = lambda self, path: (path / "config.json").write_text("{}")
+    preprocessor = type("Preprocessor", (), {method: save})()
+    made(given={"preprocessor": preprocessor}, output_dir=str(tmp_path), num_epochs=1).train()
     assert (tmp_path / "preprocessor" / "config.json").read_text() == "{}"
 
 
@@ -738,6 +1069,20 @@ def test_every_documented_parameter_is_a_field():
     assert TrainerConfig(num_epochs=1, save_steps=0).save_steps is None
 
 
+@shows(
+    "Hezar",
+    "TrainerConfig",
+    {
+        "`task`": "limits the metrics to those of the task",
+        "`init_weights_from` on the Hub": "refused: `huggingface_hub.snapshot_download` returns a "
+        "folder",
+    },
+)
+@shows(
+    "Hezar",
+    "Evaluation loop",
+    {"metrics handler by task": "one handler; `task` limits its metrics"},
+)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -764,6 +1109,14 @@ def test_configs_that_are_refused(changes, message):
         config(**changes)
 
 
+@shows(
+    "Hezar",
+    "Optional parameters",
+    {
+        "`accelerator`": "refused: jax places the arrays; `distributed` and `mixed_precision` in "
+        "the config"
+    },
+)
 @pytest.mark.parametrize(
     ("given", "changes", "message"),
     [
@@ -829,12 +1182,29 @@ class UnevenEpochs:
         return rows(TRAIN)
 
 
+@shows(
+    "Hezar",
+    "TrainerConfig",
+    {
+        "`batch_size`": "of a microbatch on a device; 8 by default",
+        "`eval_batch_size`": "the same; by default `batch_size`",
+        "`gradient_accumulation_steps`": "the same; 1 by default",
+    },
+)
+@shows(
+    "Hezar",
+    "Distributed, precision, accumulation",
+    {"effective batch": "`batch_size * gradient_accumulation_steps`, on each device"},
+)
 def test_the_arguments_of_a_run():
     both = config(batch_size=4, gradient_accumulation_steps=3, eval_batch_size=5)
     arguments = make_arguments(both, devices=2)
     assert arguments.total_batch_size == 24
     assert arguments.eval_batch_size == 10
     assert not arguments.auto_shard_states
+    defaults = make_arguments(TrainerConfig(num_epochs=1), devices=1)
+    assert (defaults.total_batch_size, defaults.eval_batch_size) == (8, 8)
+    assert defaults.gradient_accumulation_steps == 1
 
 
 def test_a_run_warns_of_nothing():

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from tests.adapter.digits import TEST, TRAIN, init
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter.qurious import Model, Trainer
@@ -58,6 +59,12 @@ def equal(state, other):
 # Steps, epochs, evaluations
 
 
+@shows(
+    "qurious",
+    "Constructor",
+    {"`loss_fn(outputs, targets)`": "the same; optax's functions as they are"},
+)
+@shows("qurious", "Methods", {"`train_step(batch)`": "the same, with `loss`"})
 def test_a_step_returns_its_loss_and_changes_the_model():
     trainer = made()
     before = plain_loss(MODEL.params, {"image": BATCH[0], "label": BATCH[1]})
@@ -68,20 +75,61 @@ def test_a_step_returns_its_loss_and_changes_the_model():
     assert plain_loss(MODEL.params, TEST) > 0  # the arrays of the model are not donated
 
 
+@shows(
+    "qurious",
+    "Key features",
+    {
+        "one step, one epoch, several epochs": "`train_step`, `train_epoch`, `train`, with the "
+        "same bits"
+    },
+)
 def test_a_run_has_the_bits_of_fit_and_of_single_steps():
     def loss_fn(params, batch, key):
         return sf.mean(nll(apply(params, batch[0]), batch[1]))
 
     state = sf.init_state(MODEL.params, TX, jax.random.key(0))
     result = sf.fit(jax.jit(sf.make_train_step(loss_fn, TX)), state, BATCHES, epochs=3)
-    trainer, single = made(), made()
+    trainer, single, by_epoch = made(), made(), made()
     trainer.train(BATCHES, 3)
     for batch in BATCHES * 3:
         single.train_step(batch)
+    for epoch in range(3):
+        by_epoch.train_epoch(BATCHES, None, epoch)
     assert equal(trainer.state.params, result.state.params)
     assert equal(trainer.state.params, single.state.params)
+    assert equal(trainer.state.params, by_epoch.state.params)
 
 
+@shows(
+    "qurious",
+    "Best practices, common issues, contributing",
+    {
+        "out of memory: accumulation, mixed precision": "`sf.make_train_step(accumulate=, "
+        "precision=)` and `sf.fit`"
+    },
+)
+def test_accumulation_and_precision_are_those_of_a_step_for_fit():
+    def loss_fn(params, batch, key):
+        return sf.mean(nll(apply(params, batch[0]), batch[1]))
+
+    trainer = made()
+    trainer.train(BATCHES[:3], 1)
+    options = {"accumulate": 4, "precision": "bf16"}
+    step = jax.jit(sf.make_train_step(loss_fn, TX, **options))
+    state = sf.init_state(MODEL.params, TX, jax.random.key(0))
+    result = sf.fit(step, state, BATCHES[:3], epochs=1)
+    for leaf, other in zip(
+        *map(jax.tree.leaves, (trainer.model.params, result.state.params)), strict=True
+    ):
+        np.testing.assert_allclose(leaf, other, atol=5e-3)
+    assert not equal(trainer.state.params, result.state.params)
+
+
+@shows(
+    "qurious",
+    "Methods",
+    {"returned history": "the same: a dict of lists with a value for each epoch"},
+)
 def test_metrics_of_an_epoch_are_means_over_its_examples():
     losses = []
 
@@ -99,6 +147,14 @@ def test_metrics_of_an_epoch_are_means_over_its_examples():
     assert made().train(BATCHES, 2)["train_loss"] == pytest.approx(history["train_loss"], rel=1e-6)
 
 
+@shows(
+    "qurious",
+    "Methods",
+    {
+        "`train_epoch(train_dataloader, eval_dataloader, epoch)`": "the same, with `train_loss` "
+        "and `eval_loss`; overriding it is refused, since a run is one fold over all epochs"
+    },
+)
 def test_an_epoch_and_its_evaluation():
     trainer, other = made(), made()
     first = trainer.train_epoch(BATCHES, EVALUATION)
@@ -107,8 +163,12 @@ def test_an_epoch_and_its_evaluation():
     for name in ("train_loss", "eval_loss"):
         assert [first[name], second[name]] == history[name]
     assert equal(trainer.state.params, other.state.params)
+    kind = type("Own", (Trainer,), {"train_epoch": lambda self, *args: {}})
+    with pytest.raises(sf.ConfigError, match="train_epoch: expected the method of the class"):
+        made(kind)
 
 
+@shows("qurious", "Methods", {"`evaluate(dataloader)`": "the same, exact over all examples"})
 @pytest.mark.parametrize("size", [7, 30, 100])
 def test_an_evaluation_is_exact_over_the_whole_set(size):
     exact = pytest.approx(plain_loss(MODEL.params, TEST), rel=1e-6)
@@ -159,6 +219,12 @@ def test_what_a_loss_function_returns_is_checked(returned, message):
         made(loss_fn=lambda outputs, targets: returned).eval_step(BATCH)
 
 
+@shows(
+    "qurious",
+    "Key features",
+    {"any loss function": "any function of outputs and targets; it may return several terms"},
+)
+@shows("qurious", "Methods", {"`eval_step(batch)`": "the same, with `loss` and other metrics"})
 def test_a_loss_may_have_terms():
     terms = lambda outputs, targets: {"a": sf.mean(nll(outputs, targets)), "b": outputs.sum() * 0}
     metrics = made(loss_fn=terms).eval_step(BATCH)
@@ -169,6 +235,9 @@ def test_a_loss_may_have_terms():
 # Models
 
 
+@shows(
+    "qurious", "Key features", {"architectures of Hugging Face and your own": "any callable pytree"}
+)
 def test_an_equinox_module_is_a_model():
     import equinox as eqx
 
@@ -188,6 +257,11 @@ def test_an_equinox_module_is_a_model():
     assert not equal(trainer.model.mlp.layers[0].weight, mlp.layers[0].weight)
 
 
+@shows(
+    "qurious",
+    "Constructor",
+    {"`model`": "a module of JAX with its parameters: [`Model(apply, params)`](#the-model)"},
+)
 def test_a_linen_module_is_a_model():
     from flax import linen
 
@@ -224,6 +298,15 @@ def test_switching_modes_does_nothing():
 # What subclasses override
 
 
+@shows("qurious", "Methods", {"`_compute_loss(outputs, targets)`": "the same, traced"})
+@shows(
+    "qurious",
+    "Best practices, common issues, contributing",
+    {
+        "extending by overrides of `_prepare_batch`, `_forward_pass`, `_compute_loss`": "the same, "
+        "traced once for each shape of a batch"
+    },
+)
 def test_protected_methods_are_composed_and_traced_once_for_each_shape():
     calls = []
 
@@ -256,6 +339,11 @@ def test_protected_methods_are_composed_and_traced_once_for_each_shape():
     np.testing.assert_allclose(outputs, 2 * trainer.model(BATCH[0] / 2), rtol=1e-6)
 
 
+@shows(
+    "qurious",
+    "Methods",
+    {"`_forward_pass(inputs)`": "the same, traced, so that what it assigns to `self` is lost"},
+)
 def test_what_they_assign_while_they_are_traced_is_lost():
     class Counts(Trainer):
         count = 0
@@ -283,6 +371,11 @@ def test_a_training_step_has_a_key_and_an_evaluation_none():
     assert trainer.key is None
 
 
+@shows(
+    "qurious",
+    "Key features",
+    {"easy to subclass": "a run calls the methods of [subclasses](#subclasses)"},
+)
 def test_a_run_calls_train_step():
     steps = []
 
@@ -299,6 +392,16 @@ def test_a_run_calls_train_step():
     assert equal(trainer.state.params, plain.state.params)
 
 
+@shows(
+    "qurious",
+    "Methods",
+    {"`eval_dataloader`": "any iterable of batches, or an `sf.batches(…, epochs=1)`"},
+)
+@shows(
+    "qurious",
+    "Best practices, common issues, contributing",
+    {"metrics by a subclass with `eval_step`": "the same, weighted by the examples of each batch"},
+)
 def test_metrics_of_eval_step_are_weighted_by_their_examples():
     class Accuracy(Trainer):
         def eval_step(self, batch):
@@ -329,6 +432,14 @@ def test_a_run_calls_evaluate_with_the_state_of_its_epoch():
     assert history["eval_score"] == [1.0, 2.0]
 
 
+@shows(
+    "qurious",
+    "Methods",
+    {
+        "`_save_checkpoint(path, epoch, metric_value)`": "the same; a run calls that of a subclass "
+        "in addition to its own saves"
+    },
+)
 def test_a_run_calls_save_checkpoint(tmp_path):
     saved = []
 
@@ -377,15 +488,17 @@ def test_saving_a_step_twice_is_a_no_op(tmp_path):
     assert trainer.load_checkpoint(tmp_path)["extra"]["metric_value"] == 0.5
 
 
-def test_an_overridden_epoch_is_refused():
-    kind = type("Own", (Trainer,), {"train_epoch": lambda self, *args: {}})
-    with pytest.raises(sf.ConfigError, match="train_epoch: expected the method of the class"):
-        made(kind)
-
-
 # Batches
 
 
+@shows(
+    "qurious",
+    "Methods",
+    {
+        "`_prepare_batch(batch)`": "the same; by default a pair, a dict of `inputs` and `targets`, "
+        "or the keyword arguments of the model with `labels`"
+    },
+)
 def test_default_inputs_and_targets():
     trainer = made()
     batch = {"ids": 1, "labels": 2, "mask": 3}
@@ -424,10 +537,20 @@ class Iterable:
         return iter(BATCHES[: next(self.lengths)])
 
 
+@shows(
+    "qurious",
+    "Methods",
+    {
+        "`train`: `train_dataloader`": "any iterable of batches, iterated in each epoch, or an "
+        "`sf.batches(…)`"
+    },
+)
 def test_an_iterable_without_a_length_is_counted_once():
     batches, trainer, other = Iterable(3), made(), made()
     assert trainer.train(batches, 2) == other.train(BATCHES[:3], 2)
     assert batches.iterated == 3
+    exact = pytest.approx(made().train(BATCHES, 1)["train_loss"], rel=1e-6)
+    assert made().train(dicts(TRAIN), 1)["train_loss"] == exact
 
 
 @pytest.mark.parametrize(("lengths", "got"), [((3, 3, 2), "2"), ((2, 3), "more")])
@@ -436,7 +559,22 @@ def test_an_epoch_of_another_length_is_refused(lengths, got):
         made().train(Iterable(*lengths), 3)
 
 
-@pytest.mark.parametrize("wrap", [lambda batches: batches, sf.prefetch])
+@shows(
+    "qurious",
+    "Best practices, common issues, contributing",
+    {
+        "slow: workers, larger batches": "`sf.prefetch(sf.batches(…))` as the loader, or "
+        "`sf.workers(sf.batches(…), 2)`"
+    },
+)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda batches: batches,
+        sf.prefetch,
+        pytest.param(lambda batches: sf.workers(batches, 2), marks=pytest.mark.full),
+    ],
+)
 def test_batches_of_stepfold_continue_with_the_next_epoch(wrap):
     trainer, batches = made(), wrap(dicts(TRAIN, seed=0))
     trainer.train(batches, 2)
@@ -449,6 +587,11 @@ def test_batches_of_stepfold_continue_with_the_next_epoch(wrap):
 # Resuming, best, early stopping
 
 
+@shows(
+    "qurious",
+    "Best practices, common issues, contributing",
+    {"checkpoints": "`save_dir`; a run that fails resumes from it with the same bits"},
+)
 @pytest.mark.parametrize("batches", [lambda: BATCHES, lambda: dicts(TRAIN, seed=0)])
 @pytest.mark.parametrize("fails_at", [2, 4, 7])
 def test_a_run_that_fails_resumes_with_the_same_bits(tmp_path, batches, fails_at):
@@ -472,6 +615,14 @@ def test_a_run_that_fails_resumes_with_the_same_bits(tmp_path, batches, fails_at
     assert trainer.result.resumed == fails_at
 
 
+@shows(
+    "qurious",
+    "Best practices, common issues, contributing",
+    {
+        "callbacks for logging": "the same; after an exception in one, the trainer has the state "
+        "of that epoch"
+    },
+)
 def test_an_exception_in_a_callback_leaves_the_state_of_its_epoch():
     def fail(trainer, epoch, metrics):
         if epoch == 1:
@@ -485,6 +636,7 @@ def test_an_exception_in_a_callback_leaves_the_state_of_its_epoch():
     assert int(trainer.state.step) == 12
 
 
+@shows("qurious", "Methods", {"`callbacks`": "the same; they see the state of their epoch"})
 def test_callbacks_see_the_model_of_their_epoch():
     seen = []
 
@@ -504,6 +656,12 @@ def worse_and_worse(count):
     return made(type("Own", (Trainer,), {"evaluate": evaluate}))
 
 
+@shows("qurious", "Methods", {"`early_stopping_patience`": "the same"})
+@shows(
+    "qurious",
+    "Best practices, common issues, contributing",
+    {"early stopping": "`early_stopping_patience`"},
+)
 def test_early_stopping_and_the_best_epoch(tmp_path):
     trainer = worse_and_worse(2)
     history = trainer.train(
@@ -516,19 +674,60 @@ def test_early_stopping_and_the_best_epoch(tmp_path):
     assert made().load_checkpoint(tmp_path / "8")["step"] == 8
 
 
+@shows(
+    "qurious",
+    "Methods",
+    {
+        "`save_dir`": "the same; a checkpoint is a folder, named by its step",
+        "`save_freq`": "the same; all of them are kept",
+    },
+)
+def test_checkpoints_are_folders_named_by_their_steps(tmp_path):
+    made().train(BATCHES, 6, save_dir=tmp_path, save_freq=2)
+    assert sorted(sf.verify(tmp_path)) == [8, 16, 24]
+    assert all((tmp_path / name).is_dir() for name in ("8", "16", "24"))
+
+
+@shows(
+    "qurious",
+    "Methods",
+    {
+        '`best_model_metric="eval_loss"`': "the same, of `train_…` too; its name has to say which "
+        "value is better"
+    },
+)
 def test_a_train_metric_may_stop_too():
     trainer = made(optimizer=optax.sgd(0.0))
     trainer.train(BATCHES, 9, best_model_metric="train_loss", early_stopping_patience=2)
     assert trainer.result.stop_reason.kind == "early_stop"
+    with pytest.raises(sf.ConfigError, match="best_model_metric: expected a name that says"):
+        trainer.train(BATCHES, 9, best_model_metric="train_score")
 
 
+@shows(
+    "qurious",
+    "Best practices, common issues, contributing",
+    {
+        "NaN": "ends the run with a warning that names the step; `trainer.result.capsule` is for "
+        "`sf.replay`"
+    },
+)
 def test_a_nan_ends_the_run_with_a_warning():
     trainer = made(optimizer=optax.sgd(float("nan")))
     with pytest.warns(UserWarning, match="train: train/loss is (nan|inf) in step .* ended the run"):
         history = trainer.train(BATCHES, 5)
     assert len(history.get("train_loss", [])) < 5
+    assert isinstance(trainer.result.capsule, sf.Capsule)
 
 
+@shows(
+    "qurious",
+    "Methods",
+    {
+        "`load_checkpoint(path, load_optimizer, load_scheduler)`": "the same, of `save_dir` or one "
+        "step"
+    },
+)
 def test_loading_parts_of_a_checkpoint(tmp_path):
     scheduler = optax.exponential_decay(1.0, 1, 0.5)
     trainer = made(scheduler=scheduler)
@@ -541,6 +740,7 @@ def test_loading_parts_of_a_checkpoint(tmp_path):
         adam, factor = other.state.opt_state
         assert int(factor.count) == 4 * schedule
         assert int(adam[0].count) == int(other.state.step) == 4 * optimizer
+    assert made(scheduler=scheduler).load_checkpoint(tmp_path / "4")["step"] == 4
 
 
 def test_a_trainer_that_has_another_state_does_not_resume(tmp_path):
@@ -551,6 +751,7 @@ def test_a_trainer_that_has_another_state_does_not_resume(tmp_path):
         other.train(BATCHES, 3, save_dir=tmp_path)
 
 
+@shows("qurious", "Methods", {"`num_epochs`": "the same; a second call does as many more"})
 def test_the_epochs_of_a_run_count_from_the_state_of_the_trainer(tmp_path):
     trainer = made()
     trainer.train(BATCHES, 2, save_dir=tmp_path)
@@ -574,6 +775,20 @@ class Config:
         max_grad_norm, weight_decay, scheduler_step_per_batch = 0.1, 0.5, None
 
 
+@shows(
+    "qurious",
+    "Constructor",
+    {"`config`": "the same: a mapping, an object or a class, nested or with dots in the names"},
+)
+@shows(
+    "qurious",
+    "Configuration options",
+    {
+        "`training.weight_decay`": "added to the gradients, as by `torch.optim.Adam`; for AdamW, "
+        "`optax.adamw(weight_decay=)`",
+        "`training.max_grad_norm`": "clips the norm of all gradients",
+    },
+)
 @pytest.mark.parametrize(
     "config",
     [
@@ -595,7 +810,32 @@ def test_settings_of_the_optimizer(config):
     assert trainer.config is config
 
 
-@pytest.mark.parametrize(("by_step", "factors"), [(True, [1, 2, 3, 4]), (False, [1, 1, 2, 2])])
+@shows(
+    "qurious",
+    "Constructor",
+    {
+        "`scheduler`": "a function of a count that returns a factor of the updates, as in "
+        "`LambdaLR`; or leave it out, and give optax the schedule"
+    },
+)
+def test_a_schedule_of_optax_is_a_scheduler_or_part_of_the_optimizer():
+    schedule = optax.linear_schedule(1.0, 0.0, 8)
+    scaled = made(optimizer=optax.sgd(0.5), scheduler=schedule)
+    own = made(optimizer=optax.sgd(lambda count: 0.5 * schedule(count)))
+    for trainer in (scaled, own):
+        trainer.train(BATCHES, 2)
+    for leaf, other in zip(*map(jax.tree.leaves, (scaled.model, own.model)), strict=True):
+        np.testing.assert_allclose(leaf, other, atol=1e-6)
+
+
+@shows(
+    "qurious",
+    "Configuration options",
+    {"`training.scheduler_step_per_batch`": "True by default; False counts epochs"},
+)
+@pytest.mark.parametrize(
+    ("by_step", "factors"), [(True, [1, 2, 3, 4]), (None, [1, 2, 3, 4]), (False, [1, 1, 2, 2])]
+)
 def test_a_scheduler_counts_steps_or_epochs(by_step, factors):
     model = Model(lambda params, x: params["w"] * x, {"w": jnp.zeros(())})
     config = {"training.scheduler_step_per_batch": by_step}
@@ -612,6 +852,15 @@ def test_a_scheduler_counts_steps_or_epochs(by_step, factors):
     assert seen == [sum(factors[:2]), sum(factors)]
 
 
+@shows("qurious", "Key features", {"device detection": "jax's; `trainer.device`"})
+@shows(
+    "qurious", "Constructor", {"`device`": "None, or one of `jax.devices()`; others are refused"}
+)
+@shows(
+    "qurious",
+    "Best practices, common issues, contributing",
+    {"device placement by `_prepare_batch`": "by jax"},
+)
 def test_a_device_holds_the_state():
     device = jax.devices()[-1]
     trainer = made(device=device)
@@ -619,6 +868,8 @@ def test_a_device_holds_the_state():
     assert {leaf.device for leaf in jax.tree.leaves(trainer.state)} == {device}
     assert trainer.device == device
     assert made().device == jax.devices()[0]
+    with pytest.raises(sf.ConfigError, match="device: expected a device of jax, got str 'cuda:0'"):
+        made(device="cuda:0")
 
 
 # Refusals
@@ -629,6 +880,9 @@ def torch_object(name):
     return type(name, (), {"__module__": "torch.nn", "__call__": lambda self, *x: None})()
 
 
+@shows(
+    "qurious", "Constructor", {"`optimizer`": "an optax transformation; one of torch is refused"}
+)
 def test_objects_of_torch_are_refused_with_what_to_give():
     for argument, name in [
         ("model", "Linear"),
@@ -641,6 +895,14 @@ def test_objects_of_torch_are_refused_with_what_to_give():
             made(**{argument: torch_object(name)})
 
 
+@shows(
+    "qurious",
+    "Key features",
+    {
+        "configuration object": "`config`; settings other than [the three](#configuration-options) "
+        "are refused"
+    },
+)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

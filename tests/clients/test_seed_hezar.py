@@ -1,6 +1,7 @@
 """The examples of the trainer that Hezar documents, with imports, model and data exchanged."""
 
 import csv
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 import pytest
 from jax import nn
 from sklearn.datasets import load_digits
+from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter.hezar import Model, Trainer, TrainerConfig
@@ -95,6 +97,11 @@ def trained_base(path):
     return str(path)
 
 
+@shows(
+    "Hezar",
+    "A simple example",
+    {"the script": "the [example above](#hezar): imports, `device`, the model"},
+)
 def test_a_simple_example(tmp_path):
     base_model_path = trained_base(tmp_path / "crnn-base")
 
@@ -139,6 +146,7 @@ def test_a_simple_example(tmp_path):
     assert (tmp_path / "crnn-plate-fa-v1/preprocessor/preprocessor_config.yaml").exists()
 
 
+@shows("Hezar", "Datasets and models", {"`__len__` and `__getitem__`": "the same"})
 def test_any_dataset_with_a_length_and_items():
     trainer = Trainer(
         TrainerConfig(num_epochs=1),
@@ -151,6 +159,11 @@ def test_any_dataset_with_a_length_and_items():
     assert trainer.train_dataset.collated >= 2
 
 
+@shows(
+    "Hezar",
+    "Datasets and models",
+    {"a pretrained model": "`Model(apply, sf.load_params(path, params), loss_fn)`"},
+)
 def test_a_pretrained_model(tmp_path):
     pretrained_path = trained_base(tmp_path / "base")
     model = Model(crnn, sf.load_params(pretrained_path, new_weights()), ctc_loss)
@@ -163,6 +176,14 @@ def test_a_pretrained_model(tmp_path):
     np.testing.assert_array_equal(trainer.model.params["out"], new_weights(1)["out"])
 
 
+@shows(
+    "Hezar",
+    "Datasets and models",
+    {
+        "weights for another head": "`init_weights_from` a checkpoint: `trainer.loaded` and "
+        "`not_loaded` say which were; safetensors have to fit"
+    },
+)
 def test_weights_for_another_head(tmp_path):
     trained = Trainer(
         TrainerConfig(num_epochs=1, output_dir="crnn-base-fa"),
@@ -186,6 +207,9 @@ def test_weights_for_another_head(tmp_path):
     assert trainer.loaded == ["params/bias", "params/hidden"]
     assert [*trainer.not_loaded] == ["params/out"]
     np.testing.assert_array_equal(trainer.model.params["hidden"], trained.model.params["hidden"])
+    exported = trained_base(tmp_path / "exported")
+    with pytest.raises(sf.StepfoldError, match="out"):
+        Trainer(TrainerConfig(num_epochs=1, init_weights_from=exported), model, Plates("train", 16))
 
 
 def run(kind=Trainer, **changes):
@@ -221,6 +245,9 @@ def test_the_inner_training_loop_returns_the_average_loss():
     assert equal(trainer, whole)
 
 
+@shows(
+    "Hezar", "Distributed, precision, accumulation", {"custom trainer": "[subclasses](#subclasses)"}
+)
 def test_the_training_iteration():
     class Own(Trainer):
         def create_train_dataloader(self, dataset):
@@ -239,6 +266,11 @@ def test_the_training_iteration():
     assert equal(run(Own)[0], run()[0])
 
 
+@shows(
+    "Hezar",
+    "After an epoch, resuming",
+    {"results to TensorBoard and CSV": "the same, as `train/loss`, `eval/loss` and so on"},
+)
 def test_the_evaluation_loop():
     trainer, _ = run(metrics=["cer"], output_dir="plates")
     custom = Plates("test", 24)
@@ -249,8 +281,15 @@ def test_the_evaluation_loop():
     with open("plates/logs/metrics.csv") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows if row["eval/cer"]] == [8, 16, 24]
+    assert [int(row["step"]) for row in rows if row["train/loss"]] == [*range(1, 25)]
+    assert [*Path("plates/logs/tensorboard").glob("*tfevents*")]
 
 
+@shows(
+    "Hezar",
+    "After an epoch, resuming",
+    {"with `save_steps`": "the same", "names of checkpoints": "the global step"},
+)
 def test_resuming_training(tmp_path):
     whole, average = run()
     run(output_dir="a", max_steps=8)  # the end of an epoch
@@ -269,6 +308,14 @@ def test_resuming_training(tmp_path):
     assert equal(trainer, whole)
 
 
+@shows(
+    "Hezar",
+    "Distributed, precision, accumulation",
+    {
+        "`distributed=True`": "the same on the devices of one process; with several, [start "
+        "them](#what-is-different) first"
+    },
+)
 def test_distributed_training():
     assert jax.device_count() == 8
     trainer, _ = run(distributed=True, batch_size=1)
@@ -280,6 +327,7 @@ def test_distributed_training():
         np.testing.assert_allclose(leaf, other, atol=1e-4)
 
 
+@shows("Hezar", "Distributed, precision, accumulation", {"`bf16`, `fp16`, `full`": "the same"})
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "full"])
 def test_mixed_precision(precision):
     trainer, _ = run(
@@ -289,9 +337,18 @@ def test_mixed_precision(precision):
     assert losses[-1] < losses[0]
 
 
+@shows(
+    "Hezar",
+    "Distributed, precision, accumulation",
+    {
+        "accumulation averages": "the same: the gradient of one batch of all examples",
+        "accumulation of 1": "none",
+    },
+)
 def test_gradient_accumulation():
     accumulated, _ = run(gradient_accumulation_steps=4, batch_size=2)
     plain, _ = run(gradient_accumulation_steps=1, batch_size=8)
+    assert equal(plain, run(batch_size=8)[0])
     for leaf, other in zip(
         *map(jax.tree.leaves, (accumulated.model.params, plain.model.params)), strict=True
     ):

@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax import nn
 from tests.adapter.digits import TEST, TRAIN
+from tests.clients.rows import shows
 
 from stepfold.adapter.qurious import Model, Trainer
 
@@ -40,6 +41,11 @@ def dense(key, inputs, outputs):
     return {"kernel": kernel, "bias": jnp.zeros(outputs)}
 
 
+@shows(
+    "qurious",
+    "Advanced usage",
+    {"basic usage": "the [example above](#qurious): imports, model and optimizer are those of JAX"},
+)
 def test_basic_usage(capsys):
     # 1. Define your model
     keys = jax.random.split(jax.random.key(0), 4)
@@ -133,6 +139,14 @@ def digits():
     return train, batches_of(TEST["image"], TEST["label"], batch_size=40)
 
 
+@shows(
+    "qurious",
+    "Advanced usage",
+    {
+        "`ClassificationTrainer` with `eval_step` and `evaluate`": "the same, but for "
+        "`targets.shape[0]`; or metrics next to the loss, as [above](#subclasses)"
+    },
+)
 def test_custom_metrics_for_classification():
     train_dataloader, eval_dataloader = digits()
     trainer = classifier(ClassificationTrainer)
@@ -155,6 +169,9 @@ def log_metrics_callback(trainer, epoch, metrics):
     #     writer.add_scalar('Loss/eval', metrics['eval_loss'], epoch)
 
 
+@shows(
+    "qurious", "Advanced usage", {"`callback(trainer, epoch, metrics)`": "the same, epochs from 0"}
+)
 def test_training_with_callbacks(capsys):
     trainer = classifier()
     train_dataloader, eval_dataloader = digits()
@@ -182,6 +199,14 @@ def causal_lm(params, input_ids, attention_mask, labels=None):
     return types.SimpleNamespace(loss=loss, logits=logits)
 
 
+@shows(
+    "qurious",
+    "Advanced usage",
+    {
+        "Hugging Face models, `loss_fn=None`": "the same, with a `Model` whose outputs have a "
+        "`loss`, which it computes of `labels`"
+    },
+)
 def test_fine_tuning_hugging_face_models():
     # Load model and tokenizer
     model = Model(causal_lm, {"embedding": jax.random.normal(jax.random.key(0), (20, 16))})

@@ -1,6 +1,7 @@
 """Examples from the documentation of trainers run with their placeholders filled in."""
 
 import abc
+import collections
 import dataclasses
 import inspect
 import json
@@ -18,6 +19,7 @@ from tests.clients.rows import shows
 import stepfold as sf
 from stepfold.adapter import (
     BaseTrainerProtocol,
+    StopTraining,
     Trainer,
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
@@ -403,8 +405,11 @@ def test_state_of_another_library_runs_with_its_own_steps():
     assert made.history["train/loss"][-1] < made.history["train/loss"][0]
     assert not start.params["kernel"].is_deleted()
     assert int(trainer(given={"model_state": start.params}, max_steps=1).train().step) == 1
-    with pytest.raises(sf.ConfigError, match="state: expected a TrainState, got flax"):
-        trainer(given={"model_state": start}).train()
+    with pytest.raises(
+        sf.ConfigError,
+        match="model_state: expected a TrainState .*, got flax.*; give its params, or override con",
+    ):
+        trainer(given={"model_state": start})
 
 
 # What EasyDeL's "Trainer Protocol Documentation" does with a trainer of the library
@@ -826,7 +831,7 @@ def test_a_step_of_a_subclass_may_be_a_shard_map():
     "Constructor",
     {
         "`model` is a class": "any object, if `model_state` has the parameters; without it, a "
-        "function of a key"
+        "function of a key, such as `lambda key: Net().init(key, example)`"
     },
 )
 def test_a_class_as_the_model_needs_a_state():
@@ -835,14 +840,18 @@ def test_a_class_as_the_model_needs_a_state():
 
     params = init(jax.random.key(0))
     assert trainer(given={"model": Net, "model_state": params}).model is Net
-    with pytest.raises(TypeError, match="Net"):
+    message = r"model: expected a function .*, got the class Net; give the init function of an inst"
+    with pytest.raises(sf.ConfigError, match=message):
         trainer(given={"model": Net})
 
 
 @shows(
     "API reference",
     "Methods and properties",
-    {"`LossMetrics` objects": "a step may return one; `apply_training_hooks` gets numbers by name"},
+    {
+        "`LossMetrics` objects": "a step and `apply_training_hooks` may return one; it gets "
+        "numbers by name"
+    },
 )
 def test_a_step_may_return_an_object_of_metrics():
     seen = []
@@ -860,6 +869,31 @@ def test_a_step_may_return_an_object_of_metrics():
 
     trainer(Own, {"dataset_eval": None}, max_steps=5).train()
     assert seen == [{"train/loss": 1.0, "train/accuracy": 2.0}]
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "named tuple"])
+def test_apply_training_hooks_may_return_an_object_of_metrics(kind):
+    Named = collections.namedtuple("Named", ["loss", "accuracy"])
+    make, logged = {"dataclass": Losses, "named tuple": Named}[kind], []
+
+    class Own(Trainer):
+        def apply_training_hooks(self, metrics):
+            return super().apply_training_hooks(make(metrics["train/loss"], None))
+
+        def on_log(self, metrics, step):
+            logged.append({*metrics})
+
+    made = trainer(Own, {"dataset_eval": None}, max_steps=5)
+    made.train()
+    assert logged == [{"loss"}]
+    with pytest.raises(StopTraining, match="loss is nan"):
+        made.apply_training_hooks({"train/loss": np.nan})
+
+
+def test_apply_training_hooks_that_returns_a_number_is_refused():
+    Own = type("Own", (Trainer,), {"apply_training_hooks": lambda self, metrics: 1.0})
+    with pytest.raises(sf.ConfigError, match="apply_training_hooks: expected metrics by name"):
+        trainer(Own, {"dataset_eval": None}, max_steps=5).train()
 
 
 @jax.tree_util.register_dataclass

@@ -43,8 +43,9 @@ def make_trainer(**changes: Any) -> Trainer:
     "Trainer Protocol",
     "Introduction",
     {
-        "type hints of the protocol": "mypy accepts the calls on a `Trainer`; aliases of fields, "
-        "and a class of your own, need `# type: ignore`"
+        "type hints of the protocol": "mypy accepts the calls on a `Trainer`, and a class of "
+        "your own with these signatures; aliases of fields, and the construction of such a class, "
+        "need `# type: ignore`"
     },
 )
 def test_calls_of_the_guides(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ class OfReference(Trainer):
 
 
 class OfGuide(BaseTrainerProtocol):
-    """The skeleton. mypy wants a default of `state`, since `evaluate()` works on a trainer."""
+    """The skeleton."""
 
     def __init__(self, arguments: TrainingArguments) -> None:
         self.arguments = arguments
@@ -143,14 +144,12 @@ class OfGuide(BaseTrainerProtocol):
     ) -> sf.TrainState | None:
         return state
 
-    def evaluate(  # type: ignore[override]
+    def evaluate(
         self, state: sf.TrainState, metric_calculator: Callable[..., Any] | None = None
     ) -> dict[str, float]:
         return {"eval_loss": float(state.step)}
 
-    def save_pretrained(  # type: ignore[override]
-        self, ckpt_path: str, state: sf.TrainState | None = None
-    ) -> None:
+    def save_pretrained(self, ckpt_path: str, state: sf.TrainState | None = None) -> None:
         sf.save(ckpt_path, state)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TextIO
 import numpy as np
 
 from stepfold.adapter.protocol import BaseTrainerProtocol
+from stepfold.adapter.steps import by_name
 from stepfold.adapter.validation import check_list
 from stepfold.core.validation import read_integer
 from stepfold.data.epochs import EpochEnds
@@ -184,7 +185,8 @@ class TrainerHook(BaseHook):
                 skipped = {n: x for n, x in metrics.items() if not np.any(event.weights.get(n, 1))}
                 measured = {name: x for name, x in metrics.items() if name not in skipped}
                 changed = trainer.apply_training_hooks(measured)
-                metrics = metrics if changed is None else {**skipped, **changed}
+                if changed is not None:
+                    metrics = {**skipped, **by_name(changed, "apply_training_hooks")}
         except StopTraining as reason:  # the metrics that ended the run are logged too
             stop = Stop(reason.kind, str(reason))
         try:

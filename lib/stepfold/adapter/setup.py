@@ -129,6 +129,11 @@ def with_functions(
     arguments: TrainingArguments, parts: Parts, state: Any, output: TrainerConfigureFunctionOutput
 ) -> tuple[Parts, Any]:
     """Set the steps, the mesh and the checkpoints, and return the state on the mesh."""
+    is_own_step = parts.own_step is not None and output.train_step_fn is parts.own_step
+    if is_own_step and parts.dataloader_train is not None and not isinstance(state, TrainState):
+        kind = f"{type(state).__module__}.{type(state).__name__}"
+        advice = "give its params, or override configure_functions"
+        refuse("model_state", "a TrainState for the step made of loss_fn", kind, advice)
     if output.mesh is not None and output.mesh != parts.mesh:
         parts = replace(parts, mesh=output.mesh)
         state = copy_to(state, parts.shardings_of(state))
@@ -202,6 +207,12 @@ def _check_model(model: Any) -> None:
             "parameters, parameters or a state as model_state"
         )
         refuse("model, model_state", expected, "neither")
+    if isinstance(model, type):
+        advice = (
+            "give the init function of an instance, such as lambda key: "
+            f"{model.__name__}(…).init(key, example), or its parameters as model_state"
+        )
+        refuse("model", "a function key -> params", f"the class {model.__name__}", advice)
     if callable(getattr(model, "init", None)) and callable(getattr(model, "apply", None)):
         raise ConfigError(
             f"model: {type(model).__name__} makes its parameters of an example, which is not known "

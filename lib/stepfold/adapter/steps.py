@@ -98,22 +98,29 @@ def as_metrics(metrics: Any, argument: str, *, weight: int = 1) -> dict[str, "Me
     """Turn a dict, dataclass or NamedTuple of numbers and metrics into metrics; drop None."""
     from clu.metrics import Metric
 
+    converted: dict[str, Metric] = {}
+    for name, value in by_name(metrics, argument).items():
+        if isinstance(value, Metric):
+            converted[name] = value
+        elif tree.is_data(value) and jnp.shape(value) == ():
+            converted[name] = mean(value, jnp.float32(weight))
+        else:
+            expected = "a number, or a metric such as sf.mean(values)"
+            refuse(f"{argument}: {name}", expected, tree.describe_value(value))
+    return converted
+
+
+def by_name(metrics: Any, argument: str) -> dict[str, Any]:
+    """Read the metrics of a dict, dataclass or NamedTuple; drop None."""
+    from clu.metrics import Metric
+
     if is_dataclass(metrics) and not isinstance(metrics, type | Metric):
         metrics = {field.name: getattr(metrics, field.name) for field in fields(metrics)}
     elif hasattr(metrics, "_asdict"):
         metrics = metrics._asdict()
     if not isinstance(metrics, Mapping):
         refuse(argument, "metrics by name", tree.describe_value(metrics))
-    converted: dict[str, Metric] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Metric):
-            converted[name] = value
-        elif tree.is_data(value) and jnp.shape(value) == ():
-            converted[name] = mean(value, jnp.float32(weight))
-        elif value is not None:
-            expected = "a number, or a metric such as sf.mean(values)"
-            refuse(f"{argument}: {name}", expected, tree.describe_value(value))
-    return converted
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 # Functions around a step

@@ -476,9 +476,10 @@ class Trainer:
         Raises:
           StopTraining: to end the run after a save.
         """
+        numbers = steps.by_name(metrics, "apply_training_hooks")
         for name in ("loss", "train/loss"):
-            if not np.isfinite(metrics.get(name, 0.0)):
-                raise StopTraining(f"{name} is {float(metrics[name])}", "nonfinite")
+            if not np.isfinite(numbers.get(name, 0.0)):
+                raise StopTraining(f"{name} is {float(numbers[name])}", "nonfinite")
         limit = self.plan.seconds
         if limit is not None and self.timer.running("train") >= limit:
             raise StopTraining(f"the time limit of {limit:g} s was reached", "time_limit")
