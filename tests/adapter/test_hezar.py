@@ -21,6 +21,8 @@ import stepfold as sf
 from stepfold.adapter.hezar import MetricConfig, Model, Trainer, TrainerConfig
 from stepfold.adapter.hezar_config import make_arguments
 from stepfold.adapter.hezar_metrics import MetricsHandler, edit_distance, error_rate
+from stepfold.core.metric_modes import known_mode
+from stepfold.core.precision import LossScaleState
 
 nll = optax.softmax_cross_entropy_with_integer_labels
 
@@ -273,6 +275,9 @@ def test_mixed_precision(precision):
     trainer.train()
     assert trainer.evaluate()["loss"] < first
     assert trainer.state.params["kernel"].dtype == jnp.float32
+    is_scale = lambda node: isinstance(node, LossScaleState)
+    has_scale = any(map(is_scale, jax.tree.leaves(trainer.state.opt_state, is_leaf=is_scale)))
+    assert has_scale == (precision == "fp16")
 
 
 def test_a_nan_ends_the_run_with_a_warning():
@@ -369,7 +374,7 @@ SCHEDULES = {
     "linear": {},
     "cosine": {},
     "polynomial": {"power": 2.0},
-    "exponential": {},
+    "exponential": {"learning_rate_end": 0.001},
     "inverse_sqrt": {"warmup_steps": 2},
     "wsd": {},
     "cosine_restarts": {},
@@ -399,7 +404,7 @@ def test_schedules_by_name():
 @shows(
     "Hezar",
     "TrainerConfig",
-    {"`lr_scheduler_kwargs`": "options of the schedule, and `warmup_steps`"},
+    {"`lr_scheduler_kwargs`": "options of the schedule, `warmup_steps` and `learning_rate_end`"},
 )
 def test_warmup_and_options_of_a_schedule():
     options = {"warmup_steps": 10, "power": 1.0}
@@ -912,6 +917,7 @@ def test_the_best_checkpoint(tmp_path, metric, best):
     values = {step: x for step, x in zip(curve.steps, curve, strict=True) if step % 10 == 0}
     wanted = {"min": min, "max": max}[best](values.values())
     assert values[trainer.result.best] == wanted
+    assert known_mode("eval/wer") == "min"
     with pytest.raises(sf.ConfigError, match="expected one of loss, f1, cer, .*, got 'accuracy'"):
         made(output_dir="x", metrics=["f1", "cer"], metric_for_best_model="accuracy")
 
@@ -1098,7 +1104,10 @@ def test_every_documented_parameter_is_a_field():
         ({"metrics": ["bleu"]}, "metrics: expected some of accuracy, f1, .*, got 'bleu'"),
         ({"metrics": ["cer", "cer"]}, "metrics: expected each metric once"),
         ({"metrics": ["cer"], "task": "text_classification"}, "which text_classification has"),
-        ({"init_weights_from": "hezarai/bert-base-fa"}, "expected a path that exists, .*Hub first"),
+        (
+            {"init_weights_from": "hezarai/bert-base-fa"},
+            "expected a path that .*huggingface_hub.snap",
+        ),
         ({"device": 3}, "device: expected a platform"),
         ({"metric_for_best_model": "train.speed"}, "expected a name that says which value is"),
         ({"seed": -1}, "seed: expected an integer from 0"),

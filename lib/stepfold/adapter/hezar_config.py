@@ -99,7 +99,7 @@ class TrainerConfig:
     lr_scheduler: str | None = None
     """Name of a schedule, as in TrainingArguments; by default the rate is constant."""
     lr_scheduler_kwargs: dict[str, Any] = setting(dict)
-    """Further arguments of the schedule, and warmup_steps."""
+    """Further arguments of the schedule, warmup_steps and learning_rate_end."""
     batch_size: int = 8
     """Examples of a microbatch on each device."""
     eval_batch_size: int | None = None
@@ -196,7 +196,7 @@ _OF_OUTPUT = ("output_dir", "save_steps", "checkpoints_dir", "logs_dir")
 def make_arguments(config: TrainerConfig, devices: int) -> TrainingArguments:
     """Describe the run by `TrainingArguments`, which has the sizes of a step over all devices."""
     options = dict(config.lr_scheduler_kwargs)
-    warmup = options.pop("warmup_steps", 0)
+    warmup, end = options.pop("warmup_steps", 0), options.pop("learning_rate_end", None)
     size = config.batch_size * devices
     has_output = config.output_dir is not None
     same = {name: getattr(config, name) for name in _SAME}
@@ -206,6 +206,7 @@ def make_arguments(config: TrainerConfig, devices: int) -> TrainingArguments:
         scheduler=config.lr_scheduler,
         scheduler_kwargs=options,
         warmup_steps=warmup,
+        learning_rate_end=end,
         num_train_epochs=config.num_epochs or 1,
         total_batch_size=size * config.gradient_accumulation_steps,
         eval_batch_size=(config.eval_batch_size or config.batch_size) * devices,

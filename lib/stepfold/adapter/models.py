@@ -54,7 +54,7 @@ def split_model(model: Any) -> tuple[Any, Callable[[Any], Any]]:
     refuse_torch("model", model, "write it in JAX")
     if isinstance(model, Model):
         _check_collections(model.params)
-        return model.params, functools.partial(Model, model.apply, loss_fn=model.loss_fn)
+        return model.params, functools.partial(type(model), model.apply, loss_fn=model.loss_fn)
     kinds = [f"{base.__module__}.{base.__name__}" for base in type(model).__mro__]
     advice = "give Model(apply, params)"
     if any(kind.startswith("flax.nnx") for kind in kinds):
