@@ -236,3 +236,146 @@ def test_masks_of_batches_are_the_same_under_jit(causal):
 def test_invalid_segment_ids_are_refused(ids, got):
     with refuses(f"block_diagonal_mask: expected integers of shape (…, length), got {got}"):
         block_diagonal_mask(ids)
+
+
+class Lengths:
+    """A stream of examples that knows its position, and fails once at some of them."""
+
+    def __init__(self, lengths, fails=()):
+        self.examples, self.fails, self.at = numbered(lengths), set(fails), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at in self.fails:
+            self.fails.remove(self.at)
+            raise OSError("unreadable")
+        if self.at == len(self.examples):
+            raise StopIteration
+        self.at += 1
+        return self.examples[self.at - 1]
+
+    def get_state(self):
+        return self.at
+
+    def set_state(self, state):
+        self.at = state
+
+
+LENGTHS = [3, 6, 2, 5, 1, 4, 6, 6]
+
+
+def test_a_seed_gives_each_epoch_its_own_order():
+    packed = pack(numbered(LENGTHS), length=6, window=3, seed=0)
+    orders = []
+    for epoch in (0, 1, 0):
+        packed.set_epoch(epoch)
+        orders.append(np.concatenate([row["ids"][row["mask"]] for row in packed]).tolist())
+    assert orders[0] == orders[2] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == np.repeat(range(8), LENGTHS).tolist()
+
+
+def test_without_epochs_batches_repeat_what_a_function_packs_and_read_other_rows_once():
+    make = lambda: pack(numbered(LENGTHS), length=6, window=3)
+    rows = len(list(make()))
+    assert len(list(sf.batches(make(), 1))) == rows
+    stream = sf.batches(make, 1)
+    repeated = [next(stream) for _ in range(2 * rows)]
+    assert same(repeated[:rows], repeated[rows:])
+
+
+def test_an_error_of_a_stream_loses_nothing():
+    whole = list(pack(Lengths(LENGTHS), length=6, window=3))
+    packed = pack(Lengths(LENGTHS, fails=[1, 4]), length=6, window=3)
+    rows, states = [], []
+    while len(rows) < len(whole):
+        try:
+            rows.append(next(packed))
+        except OSError:
+            states.append((len(rows), packed.get_state()))
+    assert same(rows, whole)
+    assert len(states) == 2
+    for count, state in states:
+        resumed = pack(Lengths(LENGTHS), length=6, window=3)
+        resumed.set_state(state)
+        assert same(list(resumed), whole[count:])
+
+
+def test_a_generator_that_raised_is_not_taken_for_one_that_ended():
+    def source():
+        yield [1, 2]
+        raise OSError("unreadable")
+
+    packed = pack(source(), length=4)
+    with pytest.raises(OSError, match="unreadable"):
+        next(packed)
+    with refuses("pack: expected a stream that continues after an error, got one that ended"):
+        next(packed)
+
+
+@pytest.mark.parametrize("bad", [[], [1] * 7])
+def test_bad_examples_are_refused_after_a_resume_too(bad):
+    make = lambda: pack([[1, 2, 3], [4, 5, 6, 7], bad], length=6, window=2)
+    packed, resumed = make(), make()
+    next(packed)
+    resumed.set_state(packed.get_state())
+    next(resumed)
+    for _ in range(2):
+        with refuses("example 2"):
+            next(resumed)
+
+
+def test_a_stream_without_a_state_is_saved_but_not_resumed():
+    make = lambda: sf.batches(pack(iter(numbered(LENGTHS)), length=6), 1)
+    stream = make()
+    start = stream.get_state()
+    next(stream)
+    make().set_state(start)
+    message = "pack: expected a position that can be restored, got example 0 of a stream, but a "
+    with refuses(f"{message}stream of type list_iterator has no state of its own; give examples"):
+        make().set_state(stream.get_state())
+
+
+@pytest.mark.parametrize(
+    ("options", "got"),
+    [
+        ({"window": 4}, "window was 3 and is 4"),
+        ({"seed": 1}, "seed was None and is 1"),
+        ({"rows": 2}, "rows was None and is 2"),
+        ({"examples": numbered([1, 2])}, "examples was 8 and is 2"),
+    ],
+)
+def test_positions_of_other_packings_are_refused(options, got):
+    default = {"examples": numbered(LENGTHS), "length": 6, "window": 3}
+    packed = pack(**default)
+    next(packed)
+    with refuses(f"pack: expected the settings that the position was saved with, got {got}"):
+        pack(**{**default, **options}).set_state(packed.get_state())
+    with refuses("pack: expected a state that get_state() of sf.pack gave, got"):
+        packed.set_state({"step": 3})
+
+
+def test_a_position_past_the_rows_of_its_window_is_refused():
+    packed = pack(numbered(LENGTHS), length=6)
+    list(packed)
+    changed = pack(numbered([1] * len(LENGTHS)), length=6)
+    changed.set_state(packed.get_state())
+    with refuses("pack: expected a window of at least 6 rows from example 0 on, got 2; give the"):
+        next(changed)
+
+
+def test_a_seed_is_refused_where_the_order_is_that_of_the_source():
+    with refuses("pack: seed: expected none for a stream, which has its own order", sf.ConfigError):
+        pack(Lengths(LENGTHS), length=6, seed=0)
+    mixture = sf.mix([(numbered(LENGTHS), 1), (numbered(LENGTHS), 1)])
+    with refuses("pack: seed: expected none for an infinite source", sf.ConfigError):
+        pack(mixture, length=6, seed=0)
+
+
+def test_packed_rows_have_no_random_access():
+    packed = pack(numbered(LENGTHS), length=6, rows=2)
+    with refuses("workers: expected sf.batches, or an iterator with get_state"):
+        sf.workers(packed, 2)
+    with refuses("a stream has no random access: give a list of it"):
+        sf.mix([(packed, 1), (numbered(LENGTHS), 1)])

@@ -1,16 +1,19 @@
 """Pack several sequences into each row, so that batches contain little padding.
 
 Each window of examples is packed independently. So packing is deterministic, the rows of a window
-depend only on its examples, and only one window is held in memory.
+depend only on its examples, and only one window is held in memory. A position is that of the
+examples before a window, and a number of rows: a resume reads and packs the window again.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, islice
-from typing import Any
+import json
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
 
+from stepfold import tree
 from stepfold.core.validation import check_flags, read_integer
 from stepfold.data.collate import (
     KeyPath,
@@ -27,6 +30,9 @@ from stepfold.data.collate import (
     pad_values,
     to_arrays,
 )
+from stepfold.data.order import Order
+from stepfold.data.sources import ENDLESS, SequenceSource, Source
+from stepfold.data.stream import Stream
 from stepfold.errors import DataError, refuse
 
 _ADDED = ("segment_ids", "positions", "mask")
@@ -35,7 +41,7 @@ PackedRows = dict[KeyPath, Any]
 
 
 def pack(
-    examples: Iterable[Any],
+    examples: Iterable[Any] | Source,
     *,
     length: int,
     rows: int | None = None,
@@ -43,7 +49,8 @@ def pack(
     split: bool = False,
     truncate: Truncate = None,
     pad: Pad = 0,
-) -> Iterator[dict[Any, Any]]:
+    seed: int | None = None,
+) -> "Packed":
     """Pack the sequences of examples into rows of one length.
 
     Every row gets three more keys. `segment_ids` numbers the examples in the row 1, 2, … in input
@@ -55,10 +62,16 @@ def pack(
     more tightly: the default fills rows of 1,024 tokens to more than 99.5 % with sequences of about
     200. Without `truncate` no token is dropped, and no sequence is split that fits into a row.
 
+    The iterator can be saved and restored at any row, by `get_state` and `set_state`, if `examples`
+    have `len()` and `[i]`, or are a stream with its own state. So `sf.batches(sf.pack(…), 8)`
+    resumes. It reads the examples once. `sf.batches(lambda: sf.pack(…), 8)` repeats them. To pack
+    examples of several sources, give `sf.mix(…)`.
+
     Args:
-      examples: an iterable of any length, of dicts with the same keys, whose leaves are sequences
-        that have one length within an example; or of bare sequences, which get the key `tokens`.
-        Dtypes are those of `batches`.
+      examples: examples with `len()` and `[i]`, a mixture, or a stream, of any length. An example
+        is a dict, with the same keys in all examples, whose leaves are sequences that have one
+        length within an example; or a bare sequence, which gets the key `tokens`. Dtypes are those
+        of `batches`.
       length: the length of a row.
       rows: the number of rows per batch. Rows of padding fill the last batch. By default, the
         iterator yields single rows.
@@ -68,6 +81,8 @@ def pack(
       truncate: which end of a sequence longer than a row to keep, "keep_end" or "keep_start".
         Without `truncate` or `split`, a longer sequence is an error.
       pad: the padding value, or values by key, with 0 for the other keys.
+      seed: the seed of the order in which examples with `len()` and `[i]` are read, another one in
+        each epoch of `sf.batches(lambda: sf.pack(…), …)`. None keeps their order.
 
     Returns:
       An iterator of dicts of numpy arrays. It reads the next window when the current one is
@@ -101,11 +116,153 @@ def pack(
         refuse("pack", f"split=True or truncate={truncate!r}", "both", advice)
     if isinstance(examples, Mapping):
         refuse("pack", "an iterable of examples", "a dict of columns", kind=DataError)
-    windows = _windows(iter(examples), length, window, split, truncate, pad)
-    batches = _batches(windows, rows or 1, pad)
-    if rows is None:
-        batches = ({path: array[0] for path, array in batch.items()} for batch in batches)
-    return map(nested, batches)
+    seed = None if seed is None else read_integer("pack: seed", seed, 0)
+    reader = _read_examples(examples, seed)
+    settings: dict[str, Any] = {"length": length, "rows": rows, "window": window, "split": split}
+    settings |= {"truncate": truncate, "seed": seed, "examples": reader.length}
+    return Packed(reader, _Packer(length, split, truncate, pad), settings)
+
+
+class Packed:
+    """An iterator over packed rows, or over batches of them; returned by `pack`.
+
+    It is resumable by grain's protocol, `get_state` and `set_state`. After an error, the next call
+    to `next` tries the same window again.
+
+    >>> import stepfold as sf
+    >>> make = lambda: sf.pack([[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]], length=5)
+    >>> packed, resumed = make(), make()
+    >>> first = next(packed)
+    >>> resumed.set_state(packed.get_state())
+    >>> next(resumed)["tokens"].tolist()
+    [10, 11, 12, 13, 14]
+    """
+
+    def __init__(
+        self, reader: "_Indexed | _Streamed", packer: "_Packer", settings: dict[str, Any]
+    ) -> None:
+        self._reader, self._packer, self._settings = reader, packer, settings
+        self._reset(0)
+
+    def _reset(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._position: _Position | None = None  # of the next row; None if nothing was read
+        self._before = self._read_from = ""  # the reader before the last window, and the next
+        self._start = 0  # the index of the first example of the next window
+        self._skip = 0  # the rows of the next window that were returned before a resume
+        self._window = (0, 0)  # the first example and the number of rows of the last window
+        self._examples: list[Any] = []  # read, and not packed yet
+        self._ready: PackedRows = {}  # packed, the rows from `_next` on are not returned yet
+        self._next = 0
+        self._kinds: PackedRows | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> dict[Any, Any]:
+        rows = self._settings["rows"] or 1
+        while self._left() < rows and self._read_window():
+            pass
+        left = self._left()
+        if not left:
+            raise StopIteration
+        stop = self._next + rows
+        batch = {path: array[self._next : stop] for path, array in self._ready.items()}
+        if left < rows:
+            batch = _join([batch, _padding_rows(batch, rows - left, self._packer.pad)])
+        self._next = min(stop, self._next + left)
+        # A batch is complete with a row of the last window, so all rows that are left are of it.
+        start, count = self._window
+        self._position = _Position(self._before, start, count - self._left())
+        if self._settings["rows"] is None:
+            batch = {path: array[0] for path, array in batch.items()}
+        return nested(batch)
+
+    def _left(self) -> int:
+        return len(self._ready["mask",]) - self._next if self._ready else 0
+
+    def _read_window(self) -> bool:
+        """Read and pack the next window; return whether there is one."""
+        if not self._examples:  # otherwise, the last call has failed
+            self._read_from = self._reader.position()
+            self._position = self._position or _Position(self._read_from, 0, 0)
+        self._reader.read(self._examples, self._settings["window"])
+        if not self._examples and not self._skip:
+            return False
+        start = self._start
+        packed = self._packer.pack(self._examples, start) if self._examples else {}
+        count = len(packed["mask",]) if packed else 0
+        if self._skip > count:
+            expected = f"a window of at least {self._skip} rows from example {start} on"
+            advice = "give the examples that the position was saved with"
+            refuse("pack", expected, f"{count}", advice, kind=DataError)
+        self._kinds = _check_kinds(packed, self._kinds, start)
+        parts = [{path: array[self._skip :] for path, array in packed.items()}]
+        if self._left():
+            rest = {path: array[self._next :] for path, array in self._ready.items()}
+            parts.insert(0, rest)
+        self._ready, self._next, self._skip = _join(parts), 0, 0
+        self._window, self._before = (start, count), self._read_from
+        self._start, self._examples = start + len(self._examples), []
+        return True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start an epoch from its beginning, in its own order if there is a seed."""
+        self._reset(read_integer("epoch", epoch, 0))
+        self._reader.start(epoch)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position and the settings of the packing, serializable as JSON."""
+        position = self._position or _Position(self._reader.position(), 0, 0)
+        return {
+            "epoch": self._epoch,
+            "examples": json.loads(position.examples),
+            "start": position.start,
+            "row": position.row,
+            "settings": dict(self._settings),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restore a position from `get_state`.
+
+        Raises:
+          DataError: if the state was saved with other settings, or the examples are a stream
+            without a state.
+        """
+        if not isinstance(state, dict) or state.keys() != self.get_state().keys():
+            expected, got = "a state that get_state() of sf.pack gave", tree.describe_value(state)
+            advice = "it was saved by another kind of iterator"
+            refuse("pack", expected, got, advice, kind=DataError)
+        saved, now = state["settings"], self._settings
+        differing = [
+            f"{name} was {saved.get(name)!r} and is {now.get(name)!r}"
+            for name in now
+            if saved.get(name) != now[name]
+        ]
+        if differing:
+            expected = "the settings that the position was saved with"
+            refuse("pack", expected, "; ".join(differing), "pack as before", kind=DataError)
+        epoch, start, row = (
+            read_integer(f"state: {name}", state[name], 0) for name in ("epoch", "start", "row")
+        )
+        examples = state["examples"]
+        if isinstance(examples, dict) and "lost" in examples:
+            if start or row or self._position:
+                advice = "give examples with len() and [i], or a stream with a state"
+                got = f"example {start} of a stream, but {examples['lost']}"
+                expected = "a position that can be restored"
+                refuse("pack", expected, got, advice, kind=DataError)
+            return
+        self._reader.restore(epoch, examples)
+        self._reset(epoch)
+        self._position = _Position(json.dumps(examples), start, row)
+        self._start, self._skip = start, row
+
+
+class _Position(NamedTuple):
+    examples: str  # the position of the reader before a window, as JSON
+    start: int  # the index of the first example of the window
+    row: int  # the number of rows of the window that were returned
 
 
 def block_diagonal_mask(segment_ids: Any, *, causal: bool = False) -> Any:
@@ -145,17 +302,119 @@ def block_diagonal_mask(segment_ids: Any, *, causal: bool = False) -> Any:
     return within | xp.eye(length, dtype=bool)
 
 
+# Readers of examples
+
+
+def _read_examples(examples: Any, seed: int | None) -> "_Indexed | _Streamed":
+    kind = type(examples)
+    is_indexed = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
+    if isinstance(examples, Source):
+        source: Source | None = examples
+    elif is_indexed and not hasattr(kind, "iloc"):  # the [i] of pandas is a label or a column
+        source = SequenceSource(examples) if len(examples) else None
+    else:
+        if seed is not None:
+            expected = "none for a stream, which has its own order"
+            advice = "shuffle it where it is made, or give a list of it"
+            refuse("pack: seed", expected, f"{seed}", advice)
+        return _Streamed(examples)
+    if source is not None and source.length == ENDLESS and seed is not None:
+        expected = "none for an infinite source, which has its own order"
+        refuse("pack: seed", expected, f"{seed}", "give the seed to the function that made it")
+    return _Indexed(source, seed)
+
+
+class _Indexed:
+    """Read a source with random access, in the order of an epoch."""
+
+    def __init__(self, source: Source | None, seed: int | None) -> None:
+        self._source, self.length = source, source.length if source else 0
+        self._order = Order(self.length, seed) if seed is not None and source else None
+        self.start(0)
+
+    def start(self, epoch: int) -> None:
+        self._epoch, self._at = epoch, 0
+
+    def position(self) -> str:
+        return json.dumps(self._at)
+
+    def restore(self, epoch: int, position: Any) -> None:
+        self._epoch, self._at = epoch, read_integer("state: examples", position, 0)
+
+    def read(self, examples: list[Any], count: int) -> None:
+        """Append the next examples, until there are `count` or none is left."""
+        stop = min(self._at + count - len(examples), self.length)
+        if self._source is None or stop <= self._at:
+            return
+        self._source.check_length()
+        rows: Any = slice(self._at, stop)
+        if self._order is not None:
+            rows = self._order(self._epoch, rows)
+        examples += self._source.examples(rows)
+        self._at = stop
+
+
+class _Streamed:
+    """Read a stream."""
+
+    length = None
+
+    def __init__(self, examples: Any) -> None:
+        self._stream, self._epoch = Stream(examples), 0
+        self._is_open = self._stream.is_iterator
+        self._error: Exception | None = None
+
+    def start(self, epoch: int) -> None:
+        self._epoch, self._is_open = epoch, self._stream.is_iterator
+
+    def position(self) -> str:
+        """Return the position as JSON: null at the start of a stream that can be restarted."""
+        return self._stream.position() if self._is_open else "null"
+
+    def restore(self, epoch: int, position: Any) -> None:
+        if position is None:
+            self.start(epoch)
+        else:
+            self._stream.restore(epoch, position)
+            self._epoch, self._is_open = epoch, True
+
+    def read(self, examples: list[Any], count: int) -> None:
+        """Append the next examples, until there are `count` or none is left."""
+        if not self._is_open:
+            self._stream.start_epoch(self._epoch)
+            self._is_open = True
+        while len(examples) < count:
+            try:
+                examples.append(self._stream.read())
+                self._error = None
+            except StopIteration:
+                if self._error is not None:  # a generator that has raised ends silently
+                    expected, error = "a stream that continues after an error", self._error
+                    got = f"one that ended after raising {error!r}"
+                    advice = "create the stream again, and restore the last position"
+                    refuse("pack", expected, got, advice, kind=DataError, cause=error)
+                return
+            except Exception as error:
+                self._error = error
+                raise
+
+
 # Windows
 
 
-def _windows(
-    examples: Iterator[Any], length: int, window: int, split: bool, truncate: Truncate, pad: Pad
-) -> Iterator[PackedRows]:
-    """Yield the packed rows of each window."""
-    start, kinds = 0, None
-    while buffered := list(islice(examples, window)):
+class _Packer(NamedTuple):
+    """Pack the examples of a window."""
+
+    length: int
+    split: bool
+    truncate: Truncate
+    pad: Pad
+
+    def pack(self, buffered: list[Any], start: int) -> PackedRows:
+        """Return the packed rows; `start` is the index of the first example."""
+        length, split, truncate = self.length, self.split, self.truncate
         columns = columns_of(buffered, start, reserved=_ADDED)
-        pads = pad_values("pack", pad, columns)
+        pads = pad_values("pack", self.pad, columns)
         lengths = lengths_of(columns, start)
         if 0 in lengths:
             where, advice = locate(lengths.index(0) + start), "leave empty examples out"
@@ -177,9 +436,7 @@ def _windows(
             flat = concatenate(path, in_rows, len(plan) * length, column, start)
             packed[path] = flat.reshape(len(plan), length, *rest)
         packed.update(_segments(lengths, plan, length))
-        kinds = _check_kinds(packed, kinds, start)
-        yield packed
-        start += len(buffered)
+        return packed
 
 
 def _pieces(
@@ -236,19 +493,6 @@ def _check_kinds(packed: PackedRows, seen: PackedRows | None, start: int) -> Pac
             advice = "give all examples the same keys, dtypes and shapes"
             refuse(locate(start, path), expected, now, advice, kind=DataError)
     return kinds
-
-
-def _batches(windows: Iterator[PackedRows], rows: int, pad: Pad) -> Iterator[PackedRows]:
-    left: list[PackedRows] = []  # the rows after the last batch
-    for window in windows:
-        packed = _join([*left, window])
-        count = len(packed["mask",])
-        last = count - count % rows
-        for start in range(0, last, rows):
-            yield {path: array[start : start + rows] for path, array in packed.items()}
-        left = [{path: array[last:] for path, array in packed.items()}] if last < count else []
-    for packed in left:
-        yield _join([packed, _padding_rows(packed, rows - len(packed["mask",]), pad)])
 
 
 def _join(parts: list[PackedRows]) -> PackedRows:
