@@ -296,10 +296,10 @@ def test_an_error_of_a_stream_loses_nothing():
             states.append((len(rows), packed.get_state()))
     assert same(rows, whole)
     assert len(states) == 2
-    for count, state in states:
+    for start, state in states:
         resumed = pack(Lengths(LENGTHS), length=6, window=3)
         resumed.set_state(state)
-        assert same(list(resumed), whole[count:])
+        assert same(list(resumed), whole[start:])
 
 
 def test_a_generator_that_raised_is_not_taken_for_one_that_ended():
