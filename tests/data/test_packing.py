@@ -1,5 +1,6 @@
 """Packing keeps every token, in order, and fills rows; masks keep examples apart."""
 
+import json
 import re
 from itertools import count
 
@@ -354,6 +355,19 @@ def test_positions_of_other_packings_are_refused(options, got):
         pack(**{**default, **options}).set_state(packed.get_state())
     with refuses("pack: expected a state that get_state() of sf.pack gave, got"):
         packed.set_state({"step": 3})
+    with refuses("pack: expected a state that get_state() of sf.pack gave, got"):
+        packed.set_state({**packed.get_state(), "settings": None})
+
+
+def test_a_position_in_a_mixture_of_other_weights_is_refused():
+    make = lambda weight: pack(sf.mix([(numbered(LENGTHS), 1), (numbered([4]), weight)]), length=6)
+    packed = make(1)
+    next(packed)
+    resumed = make(1)
+    resumed.set_state(json.loads(json.dumps(packed.get_state())))
+    assert same([next(packed)], [next(resumed)])
+    with refuses("pack: expected the settings that the position was saved with, got source was"):
+        make(2).set_state(packed.get_state())
 
 
 def test_a_position_past_the_rows_of_its_window_is_refused():

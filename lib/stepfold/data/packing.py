@@ -120,6 +120,7 @@ def pack(
     reader = _read_examples(examples, seed)
     settings: dict[str, Any] = {"length": length, "rows": rows, "window": window, "split": split}
     settings |= {"truncate": truncate, "seed": seed, "examples": reader.length}
+    settings["source"] = reader.fingerprint
     return Packed(reader, _Packer(length, split, truncate, pad), settings)
 
 
@@ -229,7 +230,8 @@ class Packed:
           DataError: if the state was saved with other settings, or the examples are a stream
             without a state.
         """
-        if not isinstance(state, dict) or state.keys() != self.get_state().keys():
+        is_position = isinstance(state, dict) and state.keys() == self.get_state().keys()
+        if not is_position or not isinstance(state["settings"], dict):
             expected, got = "a state that get_state() of sf.pack gave", tree.describe_value(state)
             advice = "it was saved by another kind of iterator"
             refuse("pack", expected, got, advice, kind=DataError)
@@ -329,6 +331,7 @@ class _Indexed:
 
     def __init__(self, source: Source | None, seed: int | None) -> None:
         self._source, self.length = source, source.length if source else 0
+        self.fingerprint = source.fingerprint if source else None
         self._order = Order(self.length, seed) if seed is not None and source else None
         self.start(0)
 
@@ -357,7 +360,7 @@ class _Indexed:
 class _Streamed:
     """Read a stream."""
 
-    length = None
+    length = fingerprint = None
 
     def __init__(self, examples: Any) -> None:
         self._stream, self._epoch = Stream(examples), 0
