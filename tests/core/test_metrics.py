@@ -57,8 +57,8 @@ def test_a_sum_of_terms_reduces_as_every_metric_does():
 
 
 @given(
-    nll=st.lists(st.floats(0, 5, width=32), min_size=1, max_size=20),
-    size=st.integers(1, 7),
+    nll=st.lists(st.floats(0, 5, width=32), min_size=11, max_size=11),
+    size=st.sampled_from((3, 4, 11)),  # each shape is compiled
     data=st.data(),
 )
 def test_perplexity_does_not_depend_on_the_batches(nll, size, data):

@@ -272,19 +272,17 @@ def test_a_worker_and_a_nursery_that_are_killed_are_replaced():
         assert bits(got) == want[:22]
 
 
-class OwnError(Exception):
-    def __init__(self, first, second):  # cannot be unpickled
-        super().__init__(first + second)
-
-
 def test_errors_and_deaths_are_raised_at_their_batch_and_warnings_are_shown():
-    own = OwnError
+    # In a function, since the processes cannot import this file.
+    class OwnError(Exception):
+        def __init__(self, first, second):  # cannot be unpickled
+            super().__init__(first + second)
 
     def fails(example):
         if example == 10:
             raise KeyError("ten")
         if example == 14:
-            raise own("four", "teen")
+            raise OwnError("four", "teen")
         if example == 18:
             os.kill(os.getpid(), signal.SIGSEGV)
         if example == 22:

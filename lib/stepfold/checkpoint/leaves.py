@@ -162,7 +162,7 @@ def as_slices(part: Region) -> tuple[slice, ...]:
 
 
 def overlap(one: Region, other: Region) -> Region | None:
-    """Return the region that two have in common; None if there is none."""
+    """Return the intersection of two regions; None if it is empty."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(start < stop for start, stop in both) else None
 

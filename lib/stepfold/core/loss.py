@@ -356,7 +356,7 @@ def read_metrics(metrics: Any) -> Metrics:
     from clu.metrics import Collection, Metric
 
     if isinstance(metrics, Collection):
-        # Its private field counts merges, and has no value of its own.
+        # Its private field only counts merges.
         fields = {name: m for name, m in vars(metrics).items() if not name.startswith("_")}
         metrics = {"metrics/loss" if name == "loss" else name: m for name, m in fields.items()}
     if not isinstance(metrics, Mapping):

@@ -177,9 +177,7 @@ def make_train_step(
         rates = learning_rates(opt_state, but={**terms, **metrics})
         own = {name: mean(value) for name, value in {**all_norms, **rates}.items()}
         params = apply_updates(state.params, updates)
-        new = state._replace(
-            step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state
-        )
+        new = type(state)(state.step + 1, params, opt_state, model_state, state.key)
         _check_unchanged_structure(state, new)
         new = strengthen(new)
         if not (skip_nonfinite or scaling):

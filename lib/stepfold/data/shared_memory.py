@@ -162,7 +162,7 @@ def _reduce(value: Any) -> Any:
         return _map_file, (file.filename, value.dtype, value.shape, offset)
     order: Any = "F" if value.flags.fnc else "C"
     # As bytes, since datetime64 and bfloat16 have no buffer. Only a strided array is copied.
-    data = pickle.PickleBuffer(value.ravel(order).view(np.uint8))
+    data = pickle.PickleBuffer(value.ravel(order).view(np.uint8).data)
     return _make_array, (data, value.dtype, value.shape, order, value.flags.writeable)
 
 

@@ -221,7 +221,7 @@ class Workers:
             pending.ticket = None
 
     def _drop(self) -> None:
-        """Drop the batches that were asked for."""
+        """Drop the pending batches."""
         for pending in self._pending:
             if self._pool is not None and pending.ticket is not None:
                 self._pool.discard(pending.ticket)
@@ -241,7 +241,7 @@ class Workers:
             self._position = self._requests.position()
 
     def _rewind(self) -> None:
-        """Drop the batches that were asked for, and go back to the position of the loop."""
+        """Drop the pending batches, and return to the position of the loop."""
         if self._requests.position() != self._position:
             self._requests.set_state(self.get_state())
         self._drop()
@@ -272,7 +272,7 @@ class Workers:
 
 
 class _Pending:
-    """A batch that was asked for: the request, the position after it, and the pool's ticket."""
+    """A pending batch: the request, the position after it, and the pool's ticket."""
 
     def __init__(self, request: Any, after: Any) -> None:
         self.request, self.after = request, after
@@ -386,7 +386,7 @@ class _Examples:
 
 
 class _ExampleMaker(NamedTuple):
-    """Make a batch of the number of its step, and what was read for it."""
+    """Make a batch from its step and the examples that were read for it."""
 
     builder: Any
 

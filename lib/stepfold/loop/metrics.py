@@ -199,7 +199,7 @@ def _traits_of(metric: Any) -> _Traits:
     return _traits_of_class(cls)
 
 
-@functools.lru_cache(maxsize=256)  # asked for each metric at each log point
+@functools.lru_cache(maxsize=256)  # called for each metric at each log point
 def _traits_of_class(cls: type) -> _Traits:
     from clu.metrics import Average, Metric
 

@@ -243,7 +243,7 @@ class _Outputs:
             yield pending.read()
 
     def _mask(self, batch: Any, rows: int) -> Any:
-        mask = batch.get("mask") if isinstance(batch, Mapping) else None
+        mask: Any = batch.get("mask") if isinstance(batch, Mapping) else None
         return mask if np.ndim(mask) and np.shape(mask)[0] == rows else None
 
     def _count(self, mask: Any, count: int | None, rows: int) -> int:
