@@ -260,6 +260,13 @@ def test_what_cannot_be_exported_is_refused(tmp_path, tree, options, words):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("path", ["", "a\0b", 3, None])
+def test_what_is_not_a_path_is_refused(path):
+    words = re.escape(f"path: expected a path, got {path!r}")
+    with pytest.raises(sf.ConfigError, match=words):
+        sf.load_params(path, {"a": np.ones(2)})
+
+
 def test_export_is_no_part_of_a_jitted_function(tmp_path):
     with pytest.raises(sf.ConfigError, match="a: expected an array, got a tracer; export outside"):
         jax.jit(lambda a: sf.export_params(tmp_path, {"a": a}))(jnp.ones(2))
