@@ -343,6 +343,10 @@ class Batches(BatchIterator):
         self._change(state.get("weights", []))
         self._step = step
 
+    def _difference(self, name: str, saved: Any) -> str:
+        is_source = name == "source"
+        return self._source.difference(saved) if is_source else super()._difference(name, saved)
+
     def reweight(self, weights: Weights, step: int | None = None) -> None:
         """Change the weights of a mixture, from the batch of a step on, by default the next.
 

@@ -3,6 +3,7 @@
 A source is anything with a length and rows by index. `read_source` finds out which kind it is.
 """
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,6 +29,15 @@ class Source:
     length: int
     fingerprint: Any = None
     """A JSON value that identifies the source in saved positions, together with its length."""
+
+    def difference(self, saved: Any) -> str:
+        """Describe how the source differs from one with a saved fingerprint; empty if it does not.
+
+        No fingerprint was saved of a source that had none.
+        """
+        if saved is None or saved == self.fingerprint:
+            return ""
+        return f"source was {saved!r:.300} and is {self.fingerprint!r:.300}"
 
     def check_length(self) -> None:
         """Raise if the source has changed its length since this object was created."""
@@ -167,6 +177,7 @@ class SequenceSource(Source):
         self._source, self.length = source, len(source)
         if not self.length:
             refuse("source", "examples", f"none: {tree.describe_value(source)}", kind=DataError)
+        self.fingerprint = _read_fingerprint(source)
 
     def check_length(self) -> None:
         if len(self._source) != self.length:
@@ -201,6 +212,16 @@ class SequenceSource(Source):
             " (of a filtered grain dataset, give dataset.to_iter_dataset())",
         )
         return examples
+
+
+def _read_fingerprint(source: Any) -> Any:
+    """Return the `fingerprint` of a user's source, as it is after a save."""
+    fingerprint = getattr(source, "fingerprint", None)
+    try:
+        return json.loads(json.dumps(fingerprint))
+    except (TypeError, ValueError):
+        got, advice = tree.describe_value(fingerprint), "give a str, such as a digest of its files"
+        refuse("source: fingerprint", "a value that JSON can hold", got, advice, kind=DataError)
 
 
 def check_examples(
