@@ -109,20 +109,26 @@ class Lines:
         reads = list[_Blocks]()
         for file, blocks in wanted:
             chunks = range(blocks.start // _MARKS, blocks.stop // _MARKS + 1)
-            first = chunks.start * _MARKS
-            known = np.concatenate([marks[file.index_location, chunk] for chunk in chunks])
-            offsets = known[blocks.start - first : blocks.stop + 1 - first]
-            if offsets[-1] > file.size or offsets[0] < 0 or np.any(offsets[1:] <= offsets[:-1]):
+            parts = [marks[file.index_location, chunk] for chunk in chunks]
+            known = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            first = blocks.start - chunks.start * _MARKS
+            offsets = known[first : first + len(blocks) + 1].tolist()
+            is_ascending = all(a < b for a, b in itertools.pairwise([-1, *offsets]))
+            end, is_last = offsets[-1], blocks.stop == _count_blocks(file)
+            if not is_ascending or end > file.size or (end == file.size) != is_last:
                 _refuse_index(file)
-            start = int(offsets[0]) - (blocks.start > 0)  # with the end of the line before
-            wait = self._reader.start_read(file.location, start, int(offsets[-1]), file.stamp)
-            reads.append(_Blocks(file, blocks, (offsets - start).tolist(), wait))
+            start = offsets[0] - 1 if blocks.start else 0  # with the end of the line before
+            wait = self._reader.start_read(file.location, start, offsets[-1], file.stamp)
+            reads.append(_Blocks(file, blocks, [offset - start for offset in offsets], wait))
         for each in reads:
             content, pairs = each.wait(), itertools.pairwise(each.offsets)
             for block, (start, stop) in zip(each.blocks, pairs, strict=True):
-                if start and content[start - 1 : start] != b"\n":
-                    _refuse_index(each.file)
                 piece, key = content[start:stop], (each.file.location, block)
+                before = content[start - 1 : start] if block else content[:start]
+                is_start = before == b"\n" if block else before in (b"", _BYTE_ORDER_MARK)
+                is_end = block == _count_blocks(each.file) - 1 or piece.endswith(b"\n")
+                if not (is_start and is_end):
+                    _refuse_index(each.file)
                 self._cache.put(key, piece, len(piece))
                 yield key, piece
 

@@ -61,6 +61,9 @@ class FileReader:
 
             path = path_of_url(path)
         text = str(absolute_path("files", path))
+        if os.path.isdir(text):
+            advice = "give a pattern of the files in it, such as 'folder/*.jsonl'"
+            refuse("files", "files", f"a directory: {text}", advice, kind=DataError)
         if os.path.exists(text) or not glob.has_magic(text):
             return [text]
         return sorted(each for each in glob.glob(text, recursive=True) if os.path.isfile(each))
@@ -77,9 +80,6 @@ class FileReader:
             return None
         except OSError as error:
             refuse_os_error(location, error)
-        if not os.path.isfile(location):
-            advice = "give a pattern of the files in it, such as 'folder/*.jsonl'"
-            refuse("files", "files", f"a directory: {location}", advice, kind=DataError)
         return _stamp_of_status(status)
 
     def start_read(

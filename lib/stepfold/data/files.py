@@ -91,7 +91,7 @@ def files(
     >>> _ = (folder / "1.jsonl").write_text('{"x": 3}\n')
     >>> source = sf.files(folder / "*.jsonl", parse=lambda row: row["x"] * 10)
     >>> len(source), source[2], next(sf.batches(source, 3, seed=0))
-    (3, 30, array([20, 30, 10]))
+    (3, 30, array([30, 20, 10]))
     """
     if parse is not None:
         read_function("parse", parse)
@@ -266,7 +266,7 @@ class Files(Source):
         self._names = _names(indexed)
         self.fingerprint = {
             "files": len(indexed),
-            "rows": self._digests(lambda file: f"{file.rows}"),
+            "rows": self._digests(lambda file: f"{file.rows} rows"),
             "contents": self._digests(lambda file: f"{file.size} {file.stamp.version}"),
         }
 
@@ -314,15 +314,18 @@ class Files(Source):
         now = self.fingerprint
         if saved is None or not isinstance(saved, dict) or saved.keys() != now.keys():
             return super().difference(saved)
-        moved = self._changed("rows", saved)
-        if moved or saved["files"] != now["files"]:
-            count = f"{saved['files']} files and are {now['files']}"
-            return f"source was {count}, with other rows or in another order: {moved}"
-        changed = self._changed("contents", saved)
-        if changed:
+        if saved["rows"] != now["rows"]:
+            count = f"source was {saved['files']} files and is {now['files']}"
+            names = self._new_names("rows", saved)
+            if names:
+                return f"{count}, of which these are new or have other rows: {_abridge(names)}"
+            is_order = saved["files"] == now["files"]
+            return f"{count} of them{', in another order' if is_order else ''}"
+        if saved["contents"] != now["contents"]:
+            names = _abridge(self._new_names("contents", saved))
             warnings.warn(
-                f"files: expected the contents that the position was saved with, got others: "
-                f"{changed}; each file has as many rows as before, so the run continues with them",
+                f"files: expected the contents that the position was saved with, got others of "
+                f"{names}, in as many rows of each file; the batches continue with them",
                 stacklevel=2,
             )
         return ""
@@ -337,20 +340,15 @@ class Files(Source):
         groups = ["".join(texts[i : i + size]) for i in range(0, len(texts), size)]
         return [f"{zlib.crc32(group.encode()):08x}" for group in groups]
 
-    def _changed(self, part: str, saved: dict[str, Any]) -> str:
-        """Return the names of files whose digests differ from those of a saved fingerprint."""
-        now = self.fingerprint[part]
-        if saved[part] == now:
-            return ""
-        known = set(saved[part])
-        size = -(-len(self._names) // _DIGESTS)
-        names = [
+    def _new_names(self, part: str, saved: dict[str, Any]) -> list[str]:
+        """Return the names of files whose digests are not in a saved fingerprint."""
+        known, size = set(saved[part]), -(-len(self._names) // _DIGESTS)
+        return [
             name
-            for number, digest in enumerate(now)
+            for number, digest in enumerate(self.fingerprint[part])
             if digest not in known
             for name in self._names[number * size : (number + 1) * size]
         ]
-        return _abridge(names) if names else "the same files"
 
 
 def _names(indexed: Sequence[IndexedFile]) -> list[str]:
