@@ -322,10 +322,10 @@ class Files(Source):
             is_order = saved["files"] == now["files"]
             return f"{count} of them{', in another order' if is_order else ''}"
         if saved["contents"] != now["contents"]:
-            names = _abridge(self._new_names("contents", saved))
+            changed = _abridge(self._new_names("contents", saved))
             warnings.warn(
                 f"files: expected the contents that the position was saved with, got others of "
-                f"{names}, in as many rows of each file; the batches continue with them",
+                f"{changed}, in as many rows of each file; the batches continue with them",
                 stacklevel=2,
             )
         return ""
