@@ -257,6 +257,22 @@ def test_rows_in_order_are_read_in_few_requests(tmp_path, monkeypatch):
     assert len(reads) < 20
 
 
+@pytest.mark.parametrize("order", [slice(0, 40), slice(3000, 3040), np.array([3050, 3001])])
+def test_long_lines_after_short_ones_are_read_in_small_pieces(order, tmp_path, monkeypatch):
+    lines = ["short"] * 3000 + [f"{i:>10000}" for i in range(100)]
+    source = sf.files(write(tmp_path, {"1": "\n".join(lines)}))
+    sizes, start_read = [], FileReader.start_read
+    monkeypatch.setattr(
+        FileReader,
+        "start_read",
+        lambda reader, location, start, stop, *stamp: (
+            sizes.append(stop - start) or start_read(reader, location, start, stop, *stamp)
+        ),
+    )
+    assert source.examples(order) == [lines[i] for i in np.arange(3100)[order]]
+    assert max(sizes) < 1_000_000
+
+
 def test_a_source_is_pickled_without_what_it_has_read(tmp_path):
     source = sf.files(write(tmp_path, {"1": "line\n" * 1000}))
     before = pickle.dumps(source)

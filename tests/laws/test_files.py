@@ -27,6 +27,7 @@ def small():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(file_formats, "_BLOCK_BYTES", 12)
         patch.setattr(file_formats, "_BLOCKS_IN_ORDER", 3)
+        patch.setattr(file_formats, "_BYTES_IN_ORDER", 30)
         patch.setattr(file_formats, "_MARKS", 2)
         patch.setattr(file_formats, "_CACHE_BYTES", 60)
         patch.setattr(file_reader, "_CHUNK", 9)

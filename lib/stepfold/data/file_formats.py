@@ -6,6 +6,7 @@ block, which is read as a whole.
 
 import itertools
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
@@ -22,7 +23,9 @@ HEADER_BYTES = 4096
 
 _CACHE_BYTES = 1 << 26
 _BLOCK_BYTES = 4096  # about; so the index takes 8 bytes of 4,096
-_BLOCKS_IN_ORDER = 64  # blocks that are read at once if rows are read in order
+_BLOCK_LINES = 64  # at most, since the lines of another part of the file may be far longer
+_BLOCKS_IN_ORDER = 64  # that are read at once if rows are read in order,
+_BYTES_IN_ORDER = 1 << 18  # unless they have more bytes
 _MARKS = 1024  # offsets of the index that are read at once
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _COMPRESSED = {
@@ -73,7 +76,7 @@ class Lines:
             starts = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + (size + 1)
             if not size:
                 _refuse_compressed(location, chunk)
-                stride = max(1, _BLOCK_BYTES * len(starts) // len(chunk))
+                stride = max(1, min(_BLOCK_LINES, _BLOCK_BYTES * len(starts) // len(chunk)))
                 first = len(_BYTE_ORDER_MARK) if chunk.startswith(_BYTE_ORDER_MARK) else 0
                 starts = np.concatenate([[first], starts])
             marks.write(_encode(starts[-count % stride :: stride]))
@@ -87,55 +90,56 @@ class Lines:
     def read(self, requests: Sequence[Request]) -> Rows:
         """Read rows of several files, all at once."""
         contents: dict[Hashable, bytes] = {}
-        missing = list[tuple[IndexedFile, range]]()
+        missing = list[_Blocks]()
         for file, rows in requests:
             wanted = sorted({row // file.stride for row in rows})
             cached = {block: self._cache.get((file.location, block)) for block in wanted}
             absent = [block for block in wanted if cached[block] is None]
             contents.update({(file.location, block): cached[block] for block in wanted})
             if absent and len(rows) > 1 and rows[-1] - rows[0] == len(rows) - 1:  # in order
-                stop = max(absent[-1] + 1, absent[0] + _BLOCKS_IN_ORDER)
-                missing.append((file, range(absent[0], min(stop, _count_blocks(file)))))
+                count, needed = _count_blocks(file), absent[-1] + 1 - absent[0]
+                stop = min(absent[0] + max(needed, _BLOCKS_IN_ORDER), count)
+                missing.append(_Blocks(file, range(absent[0], stop), needed))
             else:
-                missing += [(file, range(block, block + 1)) for block in absent]
+                missing += [_Blocks(file, range(block, block + 1), 1) for block in absent]
         contents.update(self._read_blocks(missing))
         return [self._rows(request, contents) for request in requests]
 
-    def _read_blocks(
-        self, wanted: Sequence[tuple[IndexedFile, range]]
-    ) -> Iterator[tuple[Hashable, bytes]]:
-        """Read consecutive blocks of several files, first their offsets and then the blocks."""
+    def _read_blocks(self, wanted: Sequence["_Blocks"]) -> Iterator[tuple[Hashable, bytes]]:
+        """Read blocks of several files, first their offsets and then what is in them."""
         marks = self._read_marks(wanted)
-        reads = list[_Blocks]()
-        for file, blocks in wanted:
+        reads = list[tuple[IndexedFile, range, list[int], Callable[[], bytes]]]()
+        for file, blocks, needed in wanted:
             chunks = range(blocks.start // _MARKS, blocks.stop // _MARKS + 1)
             parts = [marks[file.index_location, chunk] for chunk in chunks]
             known = parts[0] if len(parts) == 1 else np.concatenate(parts)
             first = blocks.start - chunks.start * _MARKS
             offsets = known[first : first + len(blocks) + 1].tolist()
+            count = max(needed, bisect_right(offsets, offsets[0] + _BYTES_IN_ORDER) - 1)
+            offsets, blocks = offsets[: count + 1], blocks[:count]
             is_ascending = all(a < b for a, b in itertools.pairwise([-1, *offsets]))
             end, is_last = offsets[-1], blocks.stop == _count_blocks(file)
             if not is_ascending or end > file.size or (end == file.size) != is_last:
                 _refuse_index(file)
             start = offsets[0] - 1 if blocks.start else 0  # with the end of the line before
             wait = self._reader.start_read(file.location, start, offsets[-1], file.stamp)
-            reads.append(_Blocks(file, blocks, [offset - start for offset in offsets], wait))
-        for each in reads:
-            content, pairs = each.wait(), itertools.pairwise(each.offsets)
-            for block, (start, stop) in zip(each.blocks, pairs, strict=True):
-                piece, key = content[start:stop], (each.file.location, block)
+            reads.append((file, blocks, [offset - start for offset in offsets], wait))
+        for file, blocks, offsets, wait in reads:
+            content, pairs = wait(), itertools.pairwise(offsets)
+            for block, (start, stop) in zip(blocks, pairs, strict=True):
+                piece, key = content[start:stop], (file.location, block)
                 before = content[start - 1 : start] if block else content[:start]
                 is_start = before == b"\n" if block else before in (b"", _BYTE_ORDER_MARK)
-                is_end = block == _count_blocks(each.file) - 1 or piece.endswith(b"\n")
+                is_end = block == _count_blocks(file) - 1 or piece.endswith(b"\n")
                 if not (is_start and is_end):
-                    _refuse_index(each.file)
+                    _refuse_index(file)
                 self._cache.put(key, piece, len(piece))
                 yield key, piece
 
-    def _read_marks(self, wanted: Sequence[tuple[IndexedFile, range]]) -> dict[Hashable, Any]:
+    def _read_marks(self, wanted: Sequence["_Blocks"]) -> dict[Hashable, Any]:
         """Read the parts of indexes that have the offsets of blocks."""
         marks, waits = dict[Hashable, Any](), dict[Hashable, Callable[[], bytes]]()
-        for file, blocks in wanted:
+        for file, blocks, _ in wanted:
             end = HEADER_BYTES + 8 * (_count_blocks(file) + 1)
             for chunk in range(blocks.start // _MARKS, blocks.stop // _MARKS + 1):
                 key: Hashable = (file.index_location, chunk)
@@ -174,12 +178,11 @@ class Lines:
 
 
 class _Blocks(NamedTuple):
-    """Consecutive blocks that are being read."""
+    """Consecutive blocks of a file to read at once."""
 
     file: IndexedFile
     blocks: range
-    offsets: list[int]  # in the bytes that `wait` returns
-    wait: Callable[[], bytes]
+    needed: int  # the first of them; the others are read ahead
 
 
 def _count_blocks(file: IndexedFile) -> int:

@@ -62,9 +62,9 @@ def files(
     of the files: `set_state` refuses it if rows have moved, and warns if only contents have
     changed.
 
-    The index of lines has the offset of every n-th line, about 8 bytes for each 4,096 of a file.
-    Rows that are read in order are read in larger pieces. Each process keeps up to 64 MB of what it
-    read last.
+    The index of lines has the offset of every n-th line: 8 bytes for about 4,096 bytes of a file,
+    or for 64 lines if they are short. Rows that are read in order are read in larger pieces. Each
+    process keeps up to 64 MB of what it read last.
 
     Args:
       paths: a path, a URL such as `s3://bucket/corpus/part-0.jsonl`, or a glob pattern of either,
