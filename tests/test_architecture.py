@@ -37,7 +37,7 @@ OWNERS = {
     "tensorstore": ("checkpoint/", "object_storage.py"),
     "safetensors": "checkpoint/",
     "tensorflow_datasets": ("data/tfds.py", "internals/datasets.py"),
-    "grain": "data/sources.py",
+    "grain": "adapter/loading.py",
     "datasets": "data/sources.py",
     "pyarrow": "data/file_formats.py",
     "array_record": "data/file_formats.py",
