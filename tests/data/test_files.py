@@ -239,7 +239,7 @@ def test_an_index_is_small_and_memory_is_bounded(tmp_path, monkeypatch):
     source = sf.files(pattern)
     size = (tmp_path / ".stepfold" / "1.txt.index").stat().st_size - file_formats.HEADER_BYTES
     assert size < (tmp_path / "1.txt").stat().st_size / 250
-    cache = source._reader._cache = Cache(50_000)
+    cache = source._form._cache = Cache(50_000)
     order = np.random.default_rng(0).permutation(len(lines))
     assert source.examples(order[:2000]) == [lines[i] for i in order[:2000]]
     assert sum(len(content) for content, _ in cache._contents.values()) <= 50_000

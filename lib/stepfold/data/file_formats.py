@@ -270,6 +270,9 @@ class ArrayRecord:
             return [self._open(file.location).read([*rows]) for file, rows in requests]
 
 
+Format = Lines | Parquet | ArrayRecord
+
+
 def _open_parquet(location: str) -> tuple[Any, Any]:
     """Open a file; return it, and the first row of each group."""
     from pyarrow import ArrowException, parquet

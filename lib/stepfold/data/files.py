@@ -17,6 +17,7 @@ from stepfold.core.validation import absolute_path, is_url, read_choice, read_fu
 from stepfold.data.file_formats import (
     HEADER_BYTES,
     ArrayRecord,
+    Format,
     IndexedFile,
     Lines,
     Parquet,
@@ -103,13 +104,14 @@ def files(
         url = next(filter(is_url, locations))
         advice = "copy the files to a file system"
         refuse("files", f"paths for {chosen}", url, advice, kind=DataError)
-    kinds = {
-        "jsonl": lambda: Lines(is_json=True),
-        "lines": lambda: Lines(is_json=False),
-        "parquet": Parquet,
-        "array_record": ArrayRecord,
-    }
-    return Files(_open_all(locations, kinds[chosen](), reader, folder), kinds[chosen](), parse)
+    form: Format
+    if chosen == "parquet":
+        form = Parquet()
+    elif chosen == "array_record":
+        form = ArrayRecord()
+    else:
+        form = Lines(is_json=chosen == "jsonl")
+    return Files(_open_all(locations, form, reader, folder), form, parse)
 
 
 def _find(paths: Any, reader: FileReader) -> list[str]:
@@ -155,11 +157,11 @@ def _suffix(location: str) -> str:
 
 
 def _open_all(
-    locations: Sequence[str], kind: Any, reader: FileReader, folder: str | None
+    locations: Sequence[str], form: Format, reader: FileReader, folder: str | None
 ) -> list[IndexedFile]:
     """Read the indexes of all files, and make those that are missing or out of date."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        opened = list(pool.map(lambda each: _open(each, kind, reader, folder), locations))
+        opened = list(pool.map(lambda each: _open(each, form, reader, folder), locations))
     stale = [file.location for file, is_stale in opened if is_stale]
     if stale:
         warnings.warn(
@@ -171,18 +173,18 @@ def _open_all(
 
 
 def _open(
-    location: str, kind: Any, reader: FileReader, folder: str | None
+    location: str, form: Format, reader: FileReader, folder: str | None
 ) -> tuple[IndexedFile, bool]:
     """Read the index of a file, or make it; return whether there was one of other content."""
-    stamp, name = reader.stamp(location), type(kind).__name__
+    stamp = reader.stamp(location)
     if stamp is None:
         refuse("files", "files that exist", f"{location}: no such file", kind=DataError)
     index = _index_of(location, folder)
     known = _read_header(index, reader)
-    content = {"version": _VERSION, "kind": name, "stamp": list(stamp)}
+    content = {"version": _VERSION, "kind": type(form).__name__, "stamp": [*stamp]}
     is_stale = known is not None and known.get("stamp") != content["stamp"]
     if known is None or any(known.get(key) != value for key, value in content.items()):
-        known = _make_index(location, index, kind, reader, content)
+        known = _make_index(location, index, form, reader, content)
     file = IndexedFile(location, index, stamp, known["size"], known["rows"], known["stride"])
     return file, is_stale
 
@@ -209,14 +211,14 @@ def _read_header(index: str, reader: FileReader) -> dict[str, Any] | None:
 
 
 def _make_index(
-    location: str, index: str, kind: Any, reader: FileReader, content: dict[str, Any]
+    location: str, index: str, form: Format, reader: FileReader, content: dict[str, Any]
 ) -> dict[str, Any]:
     """Find the rows of a file, and write them to its index; return the header."""
     if not is_url(index):
         _check_writable(os.path.dirname(index))
     with SpooledTemporaryFile(_IN_MEMORY) as file:
         file.seek(HEADER_BYTES)
-        size, rows, stride = kind.index(location, file)
+        size, rows, stride = form.index(location, file)
         stamp = reader.stamp(location)
         if stamp is None or [*stamp] != content["stamp"] or stamp.size not in (None, size):
             refuse_changed(location)
@@ -256,9 +258,9 @@ class Files(Source):
     """A source over the rows of files, returned by `files`."""
 
     def __init__(
-        self, indexed: Sequence[IndexedFile], reader: Any, parse: Callable[[Any], Any] | None
+        self, indexed: Sequence[IndexedFile], form: Format, parse: Callable[[Any], Any] | None
     ) -> None:
-        self._files, self._reader, self._parse = indexed, reader, parse
+        self._files, self._form, self._parse = indexed, form, parse
         self._starts = np.cumsum([0, *(file.rows for file in indexed)])
         self.length = int(self._starts[-1])
         if not self.length:
@@ -291,7 +293,7 @@ class Files(Source):
             own = indices[group] - self._starts[number]
             requests.append(Request(self._files[number], own.tolist()))
         found: list[Any] = [None] * len(indices)
-        for group, rows_read in zip(groups, self._reader.read(requests), strict=True):
+        for group, rows_read in zip(groups, self._form.read(requests), strict=True):
             for position, row in zip(group.tolist(), rows_read, strict=True):
                 found[position] = row
         if self._parse is None:
