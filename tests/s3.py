@@ -160,7 +160,7 @@ class Proxy:
             with contextlib.closing(connection):
                 connection.request(handler.command, handler.path, body, dict(handler.headers))
                 answer = connection.getresponse()
-                status, headers, content = answer.status, dict(answer.headers), answer.read()
+                status, headers, content = answer.status, answer.headers, answer.read()
         if callable(action):
             action()
         if action == "drop":

@@ -25,6 +25,7 @@ LAYERS = [
     {"loop"},
     {"inspect"},
     {"checkpoint", "data", "sharding"},
+    {"object_storage"},
     {"core"},
     {"internals"},
     {"errors"},
@@ -33,11 +34,13 @@ LAYERS = [
 # The module or package that alone may import a heavy package.
 OWNERS = {
     "orbax": "internals/orbax.py",
-    "tensorstore": "checkpoint/",
+    "tensorstore": ("checkpoint/", "object_storage.py"),
     "safetensors": "checkpoint/",
     "tensorflow_datasets": ("data/tfds.py", "internals/datasets.py"),
-    "grain": "data/sources.py",
+    "grain": "adapter/loading.py",
     "datasets": "data/sources.py",
+    "pyarrow": "data/file_formats.py",
+    "array_record": "data/file_formats.py",
     "cloudpickle": "data/shared_memory.py",
     "tensorboardX": "loop/writers/",
     "trackio": "loop/writers/",

@@ -7,7 +7,8 @@ A picture is drawn by a page, or by a script in `pictures/` if its code would no
 
 A page is one program. What a block does depends on its language:
 
-- `python` runs. A block whose first line is `# name.py` is written to this file instead.
+- `python` runs. A block whose first line is `# name.py` is written to this file instead, before the
+  page runs and again in its place, so the set-up of a recipe may come last.
 - `sh` runs by bash, in the folder of the program.
 - `text`, right after one of them, is what it prints. `...` stands for anything, as in doctest.
 - All others, such as `console` and `yaml`, are only shown.
@@ -96,6 +97,8 @@ def run_page(page: Path) -> Iterator[str]:
     checker, names = doctest.OutputChecker(), {"__name__": "__main__"}
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     for block in read_blocks(page):
+        _write_file(block)
+    for block in read_blocks(page):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             _run_block(block, page, names)
         print(printed.getvalue(), end="", flush=True)
@@ -113,12 +116,19 @@ def _run_block(block: Block, page: Path, names: dict[str, object]) -> None:
             command, check=True, env=os.environ | {"PATH": path}, stdout=subprocess.PIPE, text=True
         )
         print(ended.stdout, end="")
-    elif file := re.match(r"# ([\w/]+\.py)\n", block.code):
-        Path(file[1]).write_text(block.code)
-    else:
+    elif not _write_file(block):
         # Blank lines in front make a traceback point at the lines of the page.
         code = "\n" * (block.line - 1) + block.code
         exec(compile(code, str(page), "exec", dont_inherit=True), names)
+
+
+def _write_file(block: Block) -> bool:
+    """Write a block that is a file, and return whether it is one."""
+    file = re.match(r"# ([\w/]+\.py)\n", block.code)
+    if block.language != "python" or not file:
+        return False
+    Path(file[1]).write_text(block.code)
+    return True
 
 
 def draw_pictures(names: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from stepfold.core.state import TrainState, init_state
 from stepfold.core.step import EvalFn, StepFn, make_eval_step, make_train_step, observe
 from stepfold.data.batches import Batches, batches
 from stepfold.data.collate import collate
+from stepfold.data.files import files
 from stepfold.data.mixture import mix
 from stepfold.data.packing import block_diagonal_mask, pack
 from stepfold.data.prefetch import prefetch
@@ -133,6 +134,7 @@ __all__ = [
     "evaluate",
     "every",
     "export_params",
+    "files",
     "fit",
     "fsdp",
     "get_ema",

@@ -1,15 +1,17 @@
 """Batches of a trainer have the order, the columns, the mask and the position that they should."""
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
 from tests.clients.rows import shows
 
 import stepfold as sf
-from stepfold.adapter import TrainingArguments, plan
+from stepfold.adapter import TrainingArguments, loading, plan
 from stepfold.adapter.loading import (
     EvaluationLoader,
+    GrainStream,
     TrainingLoader,
     collect_function,
     columns,
@@ -220,3 +222,35 @@ def test_a_stream_is_moved_only_to_a_saved_position():
     before = batches.get_state()
     seek(batches, None, 3)
     assert batches.get_state() == before
+
+
+# Grain
+
+
+def epochs(stream, count=2, steps=3):
+    return [[next(stream).tolist() for _ in range(steps)] for _ in range(count)]
+
+
+def test_grain_stream_reads_every_example_once_per_epoch():
+    first, second = epochs(sf.batches(GrainStream(range(6), seed=0), 2))
+    for epoch in (first, second):
+        assert sorted(itertools.chain(*epoch)) == list(range(6))
+    assert first != second
+    assert epochs(sf.batches(GrainStream(range(6), seed=0, threads=2), 2)) == [first, second]
+
+
+def test_grain_stream_resumes_in_mid_epoch():
+    stream, resumed = (sf.batches(GrainStream(range(6), seed=0), 2) for _ in range(2))
+    for _ in range(4):
+        next(stream)
+    resumed.set_state(stream.get_state())
+    assert [next(resumed).tolist() for _ in "1234"] == [next(stream).tolist() for _ in "1234"]
+    assert epochs(sf.batches(GrainStream(range(6)), 2)) == [[[0, 1], [2, 3], [4, 5]]] * 2
+
+
+def test_a_stream_and_missing_grain_are_refused(monkeypatch):
+    with pytest.raises(sf.DataError, match="source: expected an array, .* or something with len"):
+        GrainStream(iter(range(6)))
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    with pytest.raises(sf.ConfigError, match=r"pip install 'stepfold\[grain\]'"):
+        GrainStream(range(6))

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tests import s3
 
 import stepfold as sf
+from stepfold import object_storage
 from stepfold.checkpoint import bucket
 from stepfold.checkpoint.manifest import decode_checked, encode_checked
 from stepfold.checkpoint.store import open_store
@@ -437,8 +438,8 @@ def test_a_lost_answer_is_no_failure(what, server, tmp_path):
 @pytest.mark.parametrize("fault", ["error", "hang"])
 def test_a_server_that_fails_is_an_error_within_bounds(fault, server, tmp_path, monkeypatch):
     retries = {"max_retries": 2, "initial_delay": "50ms", "max_delay": "100ms"}
-    monkeypatch.setattr(bucket, "_RETRIES", retries)
-    monkeypatch.setattr(bucket, "_TIMEOUT", 1.0)
+    monkeypatch.setattr(object_storage, "_RETRIES", retries)
+    monkeypatch.setattr(object_storage, "_TIMEOUT", 1.0)
     release = threading.Event()
 
     def fail(number, method, name):
@@ -520,6 +521,6 @@ def test_a_path_that_was_a_url_is_refused():
 
 
 def test_buckets_of_google_are_opened_with_their_driver():
-    base, spec = bucket._read_url("gs://bucket/a%20b/run/")
+    base, spec = object_storage._read_url("gs://bucket/a%20b/run/")
     assert base == "gs://bucket/a b/run/"
     assert spec == {"driver": "gcs", "bucket": "bucket", "path": "a b/run/"}

@@ -1,6 +1,5 @@
 """Sources: arrays, sequences, datasets of Hugging Face and grain, and how they are told apart."""
 
-import itertools
 import sys
 from collections import OrderedDict
 from types import MappingProxyType
@@ -17,10 +16,8 @@ from hypothesis import strategies as st
 
 import stepfold as sf
 from stepfold import tree
-from stepfold.data import sources
 from stepfold.data.sources import (
     ArraySource,
-    GrainStream,
     SequenceSource,
     is_stream,
     read_source,
@@ -296,32 +293,3 @@ def test_filtered_dataset_of_grain_is_refused():
     with pytest.raises(sf.DataError, match="got None as example 1 of .*to_iter_dataset"):
         next(sf.batches(even, 4))
     assert next(sf.batches(even.to_iter_dataset(), 4)).tolist() == [0, 2, 4, 6]
-
-
-def epochs(stream, count=2, steps=3):
-    return [[next(stream).tolist() for _ in range(steps)] for _ in range(count)]
-
-
-def test_grain_stream_reads_every_example_once_per_epoch():
-    first, second = epochs(sf.batches(GrainStream(range(6), seed=0), 2))
-    for epoch in (first, second):
-        assert sorted(itertools.chain(*epoch)) == list(range(6))
-    assert first != second
-    assert epochs(sf.batches(GrainStream(range(6), seed=0, threads=2), 2)) == [first, second]
-
-
-def test_grain_stream_resumes_in_mid_epoch():
-    stream, resumed = (sf.batches(GrainStream(range(6), seed=0), 2) for _ in range(2))
-    for _ in range(4):
-        next(stream)
-    resumed.set_state(stream.get_state())
-    assert [next(resumed).tolist() for _ in "1234"] == [next(stream).tolist() for _ in "1234"]
-    assert epochs(sf.batches(GrainStream(range(6)), 2)) == [[[0, 1], [2, 3], [4, 5]]] * 2
-
-
-def test_a_stream_and_missing_grain_are_refused(monkeypatch):
-    with pytest.raises(sf.ConfigError, match="source: expected a source with len and"):
-        GrainStream(iter(range(6)))
-    monkeypatch.setattr(sources, "find_spec", lambda name: None)
-    with pytest.raises(sf.ConfigError, match=r"pip install 'stepfold\[grain\]'"):
-        GrainStream(range(6))

@@ -12,6 +12,7 @@ from tests import s3
 from tests.laws import course, network
 
 import stepfold as sf
+from stepfold import object_storage
 from stepfold.checkpoint import bucket
 from stepfold.checkpoint.store import open_store
 
@@ -31,7 +32,7 @@ def saves(url, credentials):
     """Save steps 3 and 4, each of which deletes an older one."""
     os.environ.update(credentials)
     bucket._OBJECT = 100  # several objects for each step
-    bucket._RETRIES = {"max_retries": 2, "initial_delay": "50ms", "max_delay": "100ms"}
+    object_storage._RETRIES = {"max_retries": 2, "initial_delay": "50ms", "max_delay": "100ms"}
     with sf.Checkpoints(url, keep=2) as series:
         for step in (3, 4):
             tree = {"w": np.arange(40, dtype=np.float32) + step, "n": np.full(3, step)}
@@ -249,9 +250,9 @@ def test_a_run_waits_once_for_a_server_that_fails(
     server, tmp_path, monkeypatch, fault, is_signalled
 ):
     retries = {"max_retries": 3, "initial_delay": "200ms", "max_delay": "400ms"}
-    monkeypatch.setattr(bucket, "_RETRIES", retries)
-    monkeypatch.setattr(bucket, "_TIMEOUT", LIMIT)
-    monkeypatch.setattr(bucket, "_PROBE", 0.2)
+    monkeypatch.setattr(object_storage, "_RETRIES", retries)
+    monkeypatch.setattr(object_storage, "_TIMEOUT", LIMIT)
+    monkeypatch.setattr(object_storage, "_PROBE", 0.2)
     failed_at, is_over = [], threading.Event()
 
     def fail(number, method, name):
@@ -276,7 +277,7 @@ def test_a_run_waits_once_for_a_server_that_fails(
 
 
 def test_a_server_that_recovers_is_used_again(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(bucket, "_TIMEOUT", 2.0)
+    monkeypatch.setattr(object_storage, "_TIMEOUT", 2.0)
     is_down, is_over = threading.Event(), threading.Event()
     fail = lambda *_: is_over.wait(60) and None if is_down.is_set() else None
     with s3.Proxy(server, fail) as proxy:

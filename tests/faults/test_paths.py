@@ -16,7 +16,7 @@ from tests.adapter import digits
 import stepfold as sf
 from stepfold.adapter import TrainingArguments
 from stepfold.checkpoint.__main__ import main as look_at_checkpoints
-from stepfold.checkpoint.steps import absolute_path
+from stepfold.core.validation import absolute_path
 from stepfold.loop.__main__ import main as look_at_runs
 
 from . import training
@@ -479,13 +479,13 @@ def test_an_error_of_a_specification_is_no_damage(saved, monkeypatch, capsys, re
 def test_a_key_that_tensorstore_refuses_is_no_damage(tmp_path, monkeypatch):
     url, like = f"file://{tmp_path}/a", {"w": np.zeros(3)}
     sf.save(url, {"w": np.ones(3)}, step=1)
-    read = sf.checkpoint.bucket.Bucket._start_read
+    read = sf.object_storage.Bucket.start_read
 
     def invalid(bucket, name):
         return read(bucket, f"../{name}" if name.endswith(".000000") else name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sf.checkpoint.bucket.Bucket, "_start_read", invalid)
+        patch.setattr(sf.object_storage.Bucket, "start_read", invalid)
         with pytest.raises(sf.CheckpointError, match="cannot be read"):
             sf.restore(url, like)
     assert sf.restore(url, like).step == 1

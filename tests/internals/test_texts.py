@@ -11,12 +11,12 @@ import pytest
 
 import stepfold as sf
 from stepfold.checkpoint.arrays import ArrayReader
-from stepfold.checkpoint.bucket import _reason
 from stepfold.checkpoint.writer import _cause, _is_at_exit
 from stepfold.core.loss import checked
 from stepfold.core.optimizer import as_optimizer, update
 from stepfold.inspect.memory import exhausted, is_exhausted
 from stepfold.internals import texts
+from stepfold.object_storage import _reason
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ LAYERS = [
     ["loop"],
     ["inspect"],
     ["checkpoint", "sharding", "data"],
+    ["object_storage"],
     ["core"],
     ["internals"],
     ["errors"],
@@ -29,6 +30,7 @@ PURPOSES = {
     "checkpoint": "save, restore, series",
     "data": "batches, sources, packing",
     "sharding": "meshes, plans, placement",
+    "object_storage": "objects at s3:// and gs://",
     "core": "state, loss, gradients, step",
     "internals": "private parts of jax, orbax, …",
     "errors": "refuse",
@@ -47,7 +49,7 @@ def main():
             code = path.read_text()
             lines[part] += code.count("\n")
             imports[part] |= imported_parts(code) - {part}
-    figure, axes = plt.subplots(figsize=(6.8, 7.0))
+    figure, axes = plt.subplots(figsize=(6.8, 7.8))
     axes.set(xlim=(-5.2, 5.2), ylim=(-0.4, 2 * len(LAYERS) - 0.8))
     axes.axis("off")
     centers = {}

@@ -34,8 +34,7 @@ from stepfold.adapter.fields import (
     setting,
 )
 from stepfold.adapter.validation import check_combinations
-from stepfold.checkpoint.steps import absolute_path
-from stepfold.core.validation import suggest
+from stepfold.core.validation import absolute_path, suggest
 from stepfold.errors import ConfigError, refuse
 
 # Values of other fields with which a field has no effect.

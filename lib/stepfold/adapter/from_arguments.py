@@ -30,10 +30,9 @@ from stepfold.adapter.optimizers import (
 from stepfold.adapter.sizes import Plan, check_within
 from stepfold.adapter.validation import check_functions
 from stepfold.checkpoint.series import Checkpoints
-from stepfold.checkpoint.steps import absolute_path
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.precision import Precision, dynamic_loss_scale
-from stepfold.core.validation import refuse_unknown, takes_any_keyword
+from stepfold.core.validation import absolute_path, refuse_unknown, takes_any_keyword
 from stepfold.errors import DataError, refuse
 from stepfold.loop.writers.base import Writer, console_writer
 from stepfold.loop.writers.combinators import async_writer, multi_writer

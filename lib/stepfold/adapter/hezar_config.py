@@ -37,11 +37,10 @@ from stepfold.adapter.optimizers import find_optimizer, parse_scheduler
 from stepfold.adapter.parts import Parts
 from stepfold.adapter.run import MAX_SKIPPED
 from stepfold.adapter.sizes import Plan, plan
-from stepfold.checkpoint.steps import absolute_path, is_url
 from stepfold.core.metric_modes import known_mode
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.precision import LossScaled, dynamic_loss_scale
-from stepfold.core.validation import read_choice, read_function, suggest
+from stepfold.core.validation import absolute_path, is_url, read_choice, read_function, suggest
 from stepfold.errors import refuse
 from stepfold.loop.hooks.base import Hook
 from stepfold.loop.hooks.progress import progress

@@ -6,6 +6,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, Self
 
 import jax
@@ -23,9 +24,9 @@ from stepfold.data.batches import batches
 from stepfold.data.collate import check_truncate, collate
 from stepfold.data.epochs import EpochEnds, Skips
 from stepfold.data.prefetch import Prefetch, prefetch
-from stepfold.data.sources import ENDLESS, GrainStream, is_stream, read_source, stack
+from stepfold.data.sources import ENDLESS, ArraySource, is_stream, read_source, stack
 from stepfold.data.stream import BatchIterator
-from stepfold.errors import CheckpointError, refuse
+from stepfold.errors import CheckpointError, ConfigError, refuse
 
 Collect = Callable[[Any], Any]
 Prepare = Callable[[Any], Any]
@@ -165,6 +166,43 @@ def training_batches(
     if workers and not is_grain:
         loader = prefetch(loader, size=workers)
     return TrainingLoader(loader, _mask_for(arguments), plan.epoch_steps)
+
+
+class GrainStream:
+    """A stream for `batches` that reads a source with `len` and `[i]` through grain.
+
+    Grain's threads prefetch examples. With a seed, the order is reshuffled in every epoch. The
+    position is grain's state, so a run can resume mid-epoch.
+    """
+
+    def __init__(self, source: Any, *, seed: int | None = None, threads: int = 0) -> None:
+        """Create the stream; `seed=None` keeps the source's order, `threads=0` reads on demand."""
+        if find_spec("grain") is None:
+            raise ConfigError(
+                "grain: expected the package, which is not installed; run pip install "
+                "'stepfold[grain]'"
+            )
+        # Of a tree of arrays, grain would take the arrays themselves for examples.
+        read = read_source(source)
+        self._source: Any = read if isinstance(read, ArraySource) else source
+        self._seed, self._threads, self._epoch = seed, threads, 0
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iterator."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        import grain
+
+        examples = grain.MapDataset.source(self._source)
+        if self._seed is not None:
+            # grain takes 32-bit seeds; an odd factor separates the seeds of different runs.
+            examples = examples.shuffle(seed=(self._seed + 0x9E3779B1 * self._epoch) % 2**32)
+        reading = grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=32)
+        return iter(examples.to_iter_dataset(reading))
 
 
 def evaluation_batches(

@@ -18,8 +18,7 @@ from stepfold.adapter.from_arguments import best_metric, precision
 from stepfold.adapter.loading import TrainingLoader
 from stepfold.adapter.parts import Parts
 from stepfold.adapter.steps import Step, StepWithHooks, as_metrics, name_in_run
-from stepfold.checkpoint.steps import absolute_path
-from stepfold.core.validation import takes_any_keyword
+from stepfold.core.validation import absolute_path, takes_any_keyword
 from stepfold.errors import refuse
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.loop.evaluate import Evaluation, mesh_of

@@ -18,7 +18,8 @@ from stepfold.adapter.parts import Parts
 from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.safetensors import export_params
 from stepfold.checkpoint.series import save
-from stepfold.checkpoint.steps import absolute_path, read_directory
+from stepfold.checkpoint.steps import read_directory
+from stepfold.core.validation import absolute_path
 from stepfold.errors import ConfigError, refuse
 from stepfold.inspect.report import parameter_table
 from stepfold.loop.run_info import versions

@@ -41,13 +41,13 @@ from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.safetensors import load_params
 from stepfold.checkpoint.series import Checkpoints
-from stepfold.checkpoint.steps import absolute_path, is_url, split_location
+from stepfold.checkpoint.steps import split_location
 from stepfold.checkpoint.store import open_store
 from stepfold.core.loss import without_padding
 from stepfold.core.state import TrainState, init_state
 from stepfold.core.step import make_eval_step, make_train_step, observe
 from stepfold.core.transfers import allow_transfers
-from stepfold.core.validation import check_flags, read_instance
+from stepfold.core.validation import absolute_path, check_flags, is_url, read_instance
 from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError, refuse
 from stepfold.sharding.place import place
 from stepfold.tree import describe_value

@@ -33,10 +33,9 @@ from stepfold.adapter.parts import Part, Parts
 from stepfold.adapter.sizes import Plan
 from stepfold.adapter.validation import check_functions, check_list, check_methods
 from stepfold.checkpoint.names import NameMap
-from stepfold.checkpoint.steps import absolute_path
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import is_available
-from stepfold.core.validation import read_function, read_instance, refuse_unknown
+from stepfold.core.validation import absolute_path, read_function, read_instance, refuse_unknown
 from stepfold.data.epochs import EpochEnds
 from stepfold.errors import ConfigError, refuse
 from stepfold.inspect.flops import count, estimate

@@ -14,7 +14,6 @@ commits. Every byte that is read has a checksum. A step is deleted by deleting i
 folder without a commit is the rest of a save or a deletion that was interrupted.
 """
 
-import os
 import re
 import secrets
 import time
@@ -23,9 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, unquote, urlsplit
 
 import jax
 import numpy as np
@@ -43,21 +40,11 @@ from stepfold.checkpoint.leaves import (
     shards_of,
 )
 from stepfold.checkpoint.manifest import DamageError, Manifest, NewerError, Shards, StepMetadata
-from stepfold.checkpoint.steps import absolute_path, already_exists, join_location
+from stepfold.checkpoint.steps import already_exists, join_location
 from stepfold.core.processes import Group, agreement, broadcast_from_first, rank_in
 from stepfold.errors import CheckpointError, refuse
-from stepfold.internals import texts
+from stepfold.object_storage import Bucket
 
-_SCHEMES = {"s3": "s3", "gs": "gcs", "file": "file"}
-_EXPECTED = "a URL such as 's3://bucket/run'"
-_OPTIONS = ("endpoint", "aws_region")  # members of tensorstore's s3 driver, given in the query
-# A request that fails is repeated after 0.5, 1, 2, … seconds, and fails after about one minute.
-_RETRIES = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s"}
-_TIMEOUT = 300.0  # seconds to wait for the answer to one request, retries included
-# For a minute after an unanswered request, each kind of request is preceded by a probe that has to
-# be answered at once. Otherwise, the end of a run would wait this long for each of its last writes.
-_PROBE = 2.0
-_OUTAGE = 60.0
 _PATIENCE = 600.0  # seconds that process 0 waits for the manifests of the other processes
 _OBJECT = 1 << 24  # bytes of an object with shards; Python waits while one is copied
 _AT_ONCE = 16  # objects that are written, or kept while reading: bounds the memory
@@ -79,96 +66,6 @@ class _Save(NamedTuple):
     shards: Shards
     before_commit: Callable[[], None] | None
     group: Group | None
-
-
-class _Outage:
-    """Whether a server left a request unanswered, and which requests it has answered since.
-
-    The buckets of one server share it, in several threads.
-    """
-
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._answered: frozenset[str] = frozenset()  # verbs
-
-    def begin(self) -> None:
-        self._answered, self._began = frozenset(), time.monotonic()
-
-    def end(self, verb: str) -> None:
-        self._answered |= {verb}
-
-    def lasts_for(self, verb: str) -> bool:
-        """Return whether requests of this kind may stay unanswered."""
-        is_recent = self._began is not None and time.monotonic() - self._began < _OUTAGE
-        return is_recent and verb not in self._answered
-
-
-class Bucket:
-    """Objects below a URL such as `s3://bucket/run`.
-
-    Credentials are those that tensorstore finds, in the environment or a profile. The query may
-    have an `endpoint` and an `aws_region`, as in `s3://bucket/run?endpoint=https://host`. Requests
-    have a time limit, and their errors name the object. After an unanswered request, others fail at
-    once until the server answers; a bucket given as `other` shares this if it has the same server.
-    """
-
-    def __init__(self, url: str, other: Any = None) -> None:
-        self.location = url
-        self._base, spec = _read_url(url)
-        self._server = [spec.get(name) for name in ("driver", "endpoint", "aws_region")]
-        is_shared = isinstance(other, Bucket) and other._server == self._server
-        self._outage = other._outage if is_shared else _Outage()
-        retries = {f"{name}_request_retries": _RETRIES for name in ("s3", "gcs")}
-        try:
-            self._kv = tensorstore.KvStore.open(spec, context=tensorstore.Context(retries)).result()
-        except (ValueError, RuntimeError) as error:  # the latter for a str that is not unicode
-            refuse("directory", _EXPECTED, f"{url!r}: {_reason(error)}", cause=error)
-
-    def read(self, name: str) -> bytes | None:
-        """Read an object; None if it is missing."""
-        found = self._start_read(name)()
-        return None if found.state == "missing" else found.value
-
-    def _start_read(self, name: str) -> Callable[[], Any]:
-        return self._start(name, "read", lambda: self._kv.read(name))
-
-    def write(self, name: str, content: bytes) -> None:
-        """Write an object, or replace it."""
-        self._start_write(name, content)()
-
-    def _start_write(self, name: str, content: bytes) -> Callable[[], Any]:
-        return self._start(name, "written", lambda: self._kv.write(name, content))
-
-    def _replace(self, name: str, found: Any, content: bytes | None) -> bool:
-        """Write or delete an object if it is still as it was found; return whether it was."""
-        verb = "deleted" if content is None else "written"
-        replace = lambda: self._kv.write(name, content, if_equal=found.stamp.generation)
-        return bool(self._start(name, verb, replace)().generation)
-
-    def _start(self, name: str, verb: str, request: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a function that waits for the answer to a request, and raises its error."""
-        if self._outage.lasts_for(verb):
-            self._probe(name, verb)
-        limit = _PROBE if self._outage.lasts_for(verb) else _TIMEOUT
-        deadline, future = time.monotonic() + limit, request()
-
-        def wait() -> Any:
-            try:
-                answer = future.result(max(0.0, deadline - time.monotonic()))
-            except (ValueError, RuntimeError, OSError) as error:
-                reason = _reason(error)
-                if isinstance(error, TimeoutError):
-                    reason = f"the server did not answer in {limit:.0f} s"
-                if isinstance(error, TimeoutError) or texts.RETRIES_FAILED.search(reason):
-                    self._outage.begin()
-                raise CheckpointError(f"{self._base}{name}: cannot be {verb}: {reason}") from error
-            self._outage.end(verb)
-            return answer
-
-        return wait
-
-    def _probe(self, name: str, verb: str) -> None:
-        """Raise if the server does not answer a small request at once."""
 
 
 class BucketStore(Bucket):
@@ -232,7 +129,7 @@ class BucketStore(Bucket):
             return merged._replace(source=(commit["folder"], commit["object_bytes"]))
 
     def open_arrays(self, step: int, contents: Manifest) -> ArrayReader:  # noqa: ARG002
-        return BucketReader(self._start_read, contents)
+        return BucketReader(self.start_read, contents)
 
     def _read_commit(self, step: int) -> Any:
         content = self.read(f"{step}.commit")
@@ -242,7 +139,7 @@ class BucketStore(Bucket):
 
     def _read_processes(self, step: int, commit: Any, count: int) -> list[Any]:
         names = [f"{commit['folder']}{process}.json" for process in range(count)]
-        reads = list(map(self._start_read, names))
+        reads = list(map(self.start_read, names))
         processes = []
         for name, crc, read in zip(names, commit["manifests"], reads, strict=False):
             found = read()
@@ -365,7 +262,7 @@ class BucketStore(Bucket):
         """Make a folder the step, unless another run was faster."""
         name, commit, problem = f"{step}.commit", manifest.encode_checked(content), None
         try:
-            found = self._start_read(name)()
+            found = self.start_read(name)()
             if found.state == "missing" and self._replace(name, found, commit):
                 return
         except CheckpointError as error:
@@ -397,7 +294,7 @@ class BucketStore(Bucket):
 
     def delete(self, step: int) -> None:
         name = f"{step}.commit"
-        found = self._start_read(name)()
+        found = self.start_read(name)()
         folder = _folder_in(name, found.value)
         is_deleted = found.state == "missing" or self._replace(name, found, None)
         if folder is not None and (is_deleted or self.read(name) is None):
@@ -407,7 +304,7 @@ class BucketStore(Bucket):
         """Copy the commit of a damaged step to a marker, and delete it; keep the folder."""
         name, marker, count = f"{step}.commit", f"{step}.damaged", 1
         try:
-            found = self._start_read(name)()
+            found = self.start_read(name)()
             if found.state == "missing":
                 return None
             while self.read(marker) not in (None, found.value):
@@ -452,9 +349,7 @@ class BucketStore(Bucket):
         return sorted(name.decode(errors="replace") for wait in lists for name in wait())
 
     def _folders(self) -> list[str]:
-        prefix = tensorstore.KvStore.KeyRange("saves/", "saves0")
-        names = self._start("saves/", "listed", lambda: self._kv.list(prefix))()
-        folders = {name.decode(errors="replace").rpartition("/")[0] + "/" for name in names}
+        folders = {name.rpartition("/")[0] + "/" for name in self.list_names("saves/")}
         return sorted(folder for folder in folders if _FOLDER.fullmatch(folder))
 
 
@@ -504,42 +399,6 @@ class BucketReader(ArrayReader):
             raise DamageError(f"{names[-1]}: it is shorter than when it was saved")
 
 
-def path_of_url(url: str) -> Path | None:
-    """Return the path of a URL such as file:///a/folder, or None if it is that of a bucket."""
-    _, spec = _read_url(url)
-    return Path(spec["path"]) if spec["driver"] == "file" else None
-
-
-def _read_url(url: str) -> tuple[str, dict[str, Any]]:
-    """Return the URL without its query, and the specification for tensorstore."""
-    parts = urlsplit(url)
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    if "@" in parts.netloc:
-        advice = "give credentials in the environment or a profile"
-        refuse("directory", "a URL without a secret", "one with a user and a password", advice)
-    is_file, is_s3 = parts.scheme == "file", parts.scheme == "s3"
-    is_absolute = bool(parts.path) and not parts.netloc and not parts.path.startswith("/~")
-    has_place = is_absolute if is_file else bool(parts.netloc)
-    has_options = parts.fragment or set(options) - set(_OPTIONS if is_s3 else ())
-    if parts.scheme not in _SCHEMES or not has_place or has_options:
-        queries = " and ".join(_OPTIONS)
-        advice = (
-            f"the scheme is s3, gs or file (file:///a/folder), and s3 takes {queries} in the query"
-        )
-        refuse("directory", _EXPECTED, repr(url), advice)
-    path = unquote(parts.path)
-    if is_file:
-        path = os.fspath(absolute_path("directory", path))
-    elif {".", ".."} & {*path.split("/")}:
-        advice = "a bucket has no parent directories, so give the name itself"
-        refuse("directory", "a URL without '.' and '..'", repr(url), advice)
-    path = path.strip("/")
-    base = f"{parts.scheme}://{parts.netloc}/{path}".rstrip("/") + "/"
-    spec = {"driver": _SCHEMES[parts.scheme], "path": f"{path}/" if path else "", **options}
-    spec |= {"path": f"/{path}/"} if is_file else {"bucket": parts.netloc}
-    return base, spec
-
-
 def _cut(arrays: Iterable[np.ndarray]) -> Iterator[bytes]:
     """Join the bytes of all arrays, and cut them into objects."""
     content = bytearray()
@@ -576,11 +435,3 @@ def _folder_in(name: str, content: bytes) -> str | None:
 
 def _time_of(folder: str) -> float:
     return int(folder.split("-")[1], 16)
-
-
-def _reason(error: Exception) -> str:
-    """Return the message of tensorstore without its details, which repeat the server's answer."""
-    message = str(error).partition(" [")[0].strip()
-    if texts.PERMISSION_DENIED.search(message):
-        message += "; check the credentials and what they permit"
-    return message or type(error).__name__

@@ -41,9 +41,9 @@ from stepfold.checkpoint.leaves import (
 )
 from stepfold.checkpoint.names import NamedArray, NameMap, Part, whole_array
 from stepfold.checkpoint.restore import match
-from stepfold.checkpoint.steps import absolute_path, check_regular, sync
+from stepfold.checkpoint.steps import check_regular, sync
 from stepfold.core.processes import agreement
-from stepfold.core.validation import read_function, read_integer
+from stepfold.core.validation import absolute_path, read_function, read_integer
 from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError, refuse
 from stepfold.internals import texts
 

@@ -22,10 +22,8 @@ from stepfold.checkpoint.manifest import DamageError, StepMetadata, step_metadat
 from stepfold.checkpoint.restore import Restored, restore_from
 from stepfold.checkpoint.steps import (
     Best,
-    absolute_path,
     already_exists,
     expendable,
-    is_url,
     order_by,
     read_best,
     read_directory,
@@ -42,7 +40,14 @@ from stepfold.checkpoint.store import (
 from stepfold.checkpoint.verify import damage_of, newest_complete
 from stepfold.core.processes import Group, agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
-from stepfold.core.validation import check_flags, read_instance, read_integer, read_positive
+from stepfold.core.validation import (
+    absolute_path,
+    check_flags,
+    is_url,
+    read_instance,
+    read_integer,
+    read_positive,
+)
 from stepfold.errors import CheckpointError, StepfoldError, refuse
 from stepfold.internals import texts
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 
@@ -28,40 +28,10 @@ from stepfold.core.processes import (
     processes_of,
     spell_processes,
 )
+from stepfold.core.validation import absolute_path, is_url
 from stepfold.errors import CheckpointError, refuse
 
 Best = tuple[str, str]  # a metric, and "min" or "max"
-
-
-def absolute_path(argument: str, path: str | os.PathLike[str]) -> Path:
-    """Return a path from the current working directory as an absolute one, without `~` and `..`.
-
-    It is not resolved: links keep their names, by which users and messages know a directory.
-    """
-    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    if not isinstance(text, str) or not text or "\0" in text:
-        refuse(argument, "a path", repr(path), "give a str or a Path")
-    if re.match(r"\w{2,}:/", text):
-        advice = "mount the bucket, or give it to Checkpoints, as a str such as 's3://bucket/run'"
-        refuse(argument, "a path on a file system", repr(text), advice)
-    expanded = os.path.expanduser(text)
-    if expanded.startswith("~"):
-        refuse(argument, "a path", f"{text!r}, but no user has this name", "give the absolute path")
-    try:
-        anchor, *names = Path(expanded).absolute().parts
-    except FileNotFoundError as error:
-        expected = "an absolute path, since the working directory was deleted"
-        refuse(argument, expected, repr(text), "give one", cause=error)
-    absolute = Path(anchor.replace("//", "/"))  # tensorstore takes // for an empty name
-    for name in names:
-        if name != "..":
-            absolute /= name
-        # As the system does: the directory above the target of a link, not above the link.
-        elif os.path.islink(absolute):
-            absolute = Path(os.path.realpath(absolute)).parent
-        else:
-            absolute = absolute.parent
-    return absolute
 
 
 def read_directory(directory: Any, *, make: bool = False) -> Path:
@@ -90,11 +60,6 @@ def read_directory(directory: Any, *, make: bool = False) -> Path:
             advice = "change the permission, or give another"
             refuse(path, "a directory to save in", problem, advice, kind=CheckpointError)
     return path
-
-
-def is_url(directory: Any) -> TypeGuard[str]:
-    """Return whether a series is in object storage, as in `s3://bucket/run`."""
-    return isinstance(directory, str) and re.match(r"\w{2,}://", directory) is not None
 
 
 def split_location(location: str) -> tuple[str, int | None]:

@@ -33,13 +33,13 @@ from stepfold.checkpoint.manifest import (
 from stepfold.checkpoint.steps import (
     check_shared,
     converted_errors,
-    is_url,
     join_location,
     locked,
     read_directory,
     sync,
 )
 from stepfold.core.processes import Group, agreement, broadcast_from_first
+from stepfold.core.validation import is_url
 from stepfold.errors import CheckpointError, refuse
 from stepfold.internals.texts import ORBAX_UNFINISHED
 
@@ -322,7 +322,7 @@ def local_path(directory: Any) -> Path | None:
     """Return the path that a path or a URL of a file system names; None for object storage."""
     if not is_url(directory):
         return read_directory(directory)
-    from stepfold.checkpoint.bucket import path_of_url  # lazy: imports tensorstore
+    from stepfold.object_storage import path_of_url  # lazy: imports tensorstore
 
     return path_of_url(directory)
 

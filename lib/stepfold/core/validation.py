@@ -3,9 +3,12 @@
 import functools
 import inspect
 import operator
+import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import Any, TypeGuard, TypeVar, cast
 
 import numpy as np
 
@@ -72,6 +75,42 @@ def read_function(
     if not callable(value):
         refuse(name, expected, tree.describe_value(value), advice)
     return value  # type: ignore[no-any-return]
+
+
+def absolute_path(argument: str, path: str | os.PathLike[str]) -> Path:
+    """Return a path from the current working directory as an absolute one, without `~` and `..`.
+
+    It is not resolved: links keep their names, by which users and messages know a directory.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        refuse(argument, "a path", repr(path), "give a str or a Path")
+    if re.match(r"\w{2,}:/", text):
+        advice = "mount the bucket, or give it to Checkpoints, as a str such as 's3://bucket/run'"
+        refuse(argument, "a path on a file system", repr(text), advice)
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        refuse(argument, "a path", f"{text!r}, but no user has this name", "give the absolute path")
+    try:
+        anchor, *names = Path(expanded).absolute().parts
+    except FileNotFoundError as error:
+        expected = "an absolute path, since the working directory was deleted"
+        refuse(argument, expected, repr(text), "give one", cause=error)
+    absolute = Path(anchor.replace("//", "/"))  # tensorstore takes // for an empty name
+    for name in names:
+        if name != "..":
+            absolute /= name
+        # As the system does: the directory above the target of a link, not above the link.
+        elif os.path.islink(absolute):
+            absolute = Path(os.path.realpath(absolute)).parent
+        else:
+            absolute = absolute.parent
+    return absolute
+
+
+def is_url(directory: Any) -> TypeGuard[str]:
+    """Return whether a series is in object storage, as in `s3://bucket/run`."""
+    return isinstance(directory, str) and re.match(r"\w{2,}://", directory) is not None
 
 
 def check_flags(**flags: Any) -> None:

@@ -70,7 +70,8 @@ def batches(
 
     Args:
       source: an object with `len()` and `[i]`, a tree of arrays that share their leading axis, or a
-        stream of examples.
+        stream of examples. If an object has a `fingerprint`, a value that JSON can hold, it is part
+        of saved positions: `set_state` refuses those of another one.
       batch_size: the global batch size; or a ramp, pairs of a step and the size from that step on,
         such as `[(0, 64), (1000, 256)]`. `fit` compiles its step for each size in advance. It
         cannot be a function of the step, because finding the rows of step i would take a call for
@@ -342,6 +343,10 @@ class Batches(BatchIterator):
         step, _ = self._read_state(state, ", or make new ones with start={step}")
         self._change(state.get("weights", []))
         self._step = step
+
+    def _difference(self, name: str, saved: Any) -> str:
+        is_source = name == "source"
+        return self._source.difference(saved) if is_source else super()._difference(name, saved)
 
     def reweight(self, weights: Weights, step: int | None = None) -> None:
         """Change the weights of a mixture, from the batch of a step on, by default the next.

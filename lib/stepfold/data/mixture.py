@@ -165,6 +165,20 @@ class Mixture(Source):
             later = [[stage.first, stage.weights] for stage in self._stages[1:]]
             self.fingerprint["stages"] = later
 
+    def difference(self, saved: Any) -> str:
+        now, count = self.fingerprint, len(self._parts)
+        if not isinstance(saved, dict) or len(saved.get("sources", ())) != count:
+            return super().difference(saved)
+        differing = [
+            f"{name} were {saved.get(name)!r} and are {now.get(name)!r}"
+            for name in {**now, **saved}
+            if name != "sources" and saved.get(name) != now.get(name)
+        ]
+        for name, part, fingerprint in zip(self.names, self._parts, saved["sources"], strict=True):
+            if text := part.difference(fingerprint):
+                differing.append(f"in {name!r}, the {text}")
+        return f"source was another mixture: {'; '.join(differing)}" if differing else ""
+
     def _set_stages(self, shares_from: Mapping[int, Sequence[Fraction]]) -> None:
         drawn, self._stages = [0] * len(self._parts), list[_Stage]()
         for first, shares in sorted(shares_from.items()):

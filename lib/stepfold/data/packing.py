@@ -120,7 +120,7 @@ def pack(
     reader = _read_examples(examples, seed)
     settings: dict[str, Any] = {"length": length, "rows": rows, "window": window, "split": split}
     settings |= {"truncate": truncate, "seed": seed, "examples": reader.length}
-    settings["source"] = reader.fingerprint
+    settings["source"] = reader.source.fingerprint
     return Packed(reader, _Packer(length, split, truncate, pad), settings)
 
 
@@ -237,10 +237,12 @@ class Packed:
             refuse("pack", expected, got, advice, kind=DataError)
         saved, now = state["settings"], self._settings
         differing = [
-            f"{name} was {saved.get(name)!r} and is {now.get(name)!r}"
+            f"{name} was {saved.get(name)!r} and is {now[name]!r}"
             for name in now
-            if saved.get(name) != now[name]
+            if name != "source" and saved.get(name) != now[name]
         ]
+        if text := self._reader.source.difference(saved.get("source")):
+            differing.append(text)
         if differing:
             expected = "the settings that the position was saved with"
             refuse("pack", expected, "; ".join(differing), "pack as before", kind=DataError)
@@ -331,7 +333,7 @@ class _Indexed:
 
     def __init__(self, source: Source | None, seed: int | None) -> None:
         self._source, self.length = source, source.length if source else 0
-        self.fingerprint = source.fingerprint if source else None
+        self.source = source or Source()
         self._order = Order(self.length, seed) if seed is not None and source else None
         self.start(0)
 
@@ -360,9 +362,10 @@ class _Indexed:
 class _Streamed:
     """Read a stream."""
 
-    length = fingerprint = None
+    length = None
 
     def __init__(self, examples: Any) -> None:
+        self.source = Source()  # of which nothing is known
         self._stream, self._epoch = Stream(examples), 0
         self._is_open = self._stream.is_iterator
         self._error: Exception | None = None

@@ -1,12 +1,12 @@
-"""Sources with random access: arrays, sequences of examples, and grain's reading of them.
+"""Sources with random access: arrays and sequences of examples.
 
 A source is anything with a length and rows by index. `read_source` finds out which kind it is.
 """
 
+import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from types import NoneType
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from stepfold import tree
 from stepfold.data.dtypes import refuse_keys, refuse_masked
 from stepfold.data.order import Rows
-from stepfold.errors import ConfigError, DataError, refuse
+from stepfold.errors import DataError, refuse
 
 ENDLESS = sys.maxsize
 """The length of an infinite source, as in grain."""
@@ -28,6 +28,15 @@ class Source:
     length: int
     fingerprint: Any = None
     """A JSON value that identifies the source in saved positions, together with its length."""
+
+    def difference(self, saved: Any) -> str:
+        """Describe how the source differs from one with a saved fingerprint; empty if it does not.
+
+        No fingerprint was saved of a source that had none.
+        """
+        if saved is None or saved == self.fingerprint:
+            return ""
+        return f"source was {saved!r:.300} and is {self.fingerprint!r:.300}"
 
     def check_length(self) -> None:
         """Raise if the source has changed its length since this object was created."""
@@ -167,6 +176,7 @@ class SequenceSource(Source):
         self._source, self.length = source, len(source)
         if not self.length:
             refuse("source", "examples", f"none: {tree.describe_value(source)}", kind=DataError)
+        self.fingerprint = _read_fingerprint(source)
 
     def check_length(self) -> None:
         if len(self._source) != self.length:
@@ -203,6 +213,16 @@ class SequenceSource(Source):
         return examples
 
 
+def _read_fingerprint(source: Any) -> Any:
+    """Return the `fingerprint` of a user's source, as it is after a save."""
+    fingerprint = getattr(source, "fingerprint", None)
+    try:
+        return json.loads(json.dumps(fingerprint))
+    except (TypeError, ValueError):
+        got, advice = tree.describe_value(fingerprint), "give a str, such as a digest of its files"
+        refuse("source: fingerprint", "a value that JSON can hold", got, advice, kind=DataError)
+
+
 def check_examples(
     examples: Sequence[Any], indices: Sequence[int], origin: str, advice: str = ""
 ) -> None:
@@ -216,45 +236,6 @@ def check_examples(
 
 def _abridge(indices: list[int]) -> str:
     return str(indices) if len(indices) <= 8 else f"[{str(indices[:8])[1:-1]}, …]"
-
-
-class GrainStream:
-    """A stream for `batches` that reads a source with `len` and `[i]` through grain.
-
-    Grain's threads prefetch examples. With a seed, the order is reshuffled in every epoch. The
-    position is grain's state, so a run can resume mid-epoch.
-    """
-
-    def __init__(self, source: Any, *, seed: int | None = None, threads: int = 0) -> None:
-        """Create the stream; `seed=None` keeps the source's order, `threads=0` reads on demand."""
-        if find_spec("grain") is None:
-            raise ConfigError(
-                "grain: expected the package, which is not installed; run pip install "
-                "'stepfold[grain]'"
-            )
-        if not _is_indexed(source):
-            got, advice = type(source).__name__, "give a list of it, or read it without grain"
-            refuse("source", "a source with len and [i] for grain to read", got, advice)
-        # Of a tree of arrays, grain would take the arrays themselves for examples.
-        self._source = ArraySource(source) if _is_arrays(source) else source
-        self._seed, self._threads, self._epoch = seed, threads, 0
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iterator."""
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        import grain
-
-        examples = grain.MapDataset.source(self._source)
-        if self._seed is not None:
-            # grain takes 32-bit seeds; an odd factor separates the seeds of different runs.
-            examples = examples.shuffle(seed=(self._seed + 0x9E3779B1 * self._epoch) % 2**32)
-        reading = grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=32)
-        return iter(examples.to_iter_dataset(reading))
 
 
 def stack(examples: Sequence[Any], indices: Sequence[int]) -> Any:

@@ -77,6 +77,11 @@ class BatchIterator:
         """Return the position and the pipeline's settings, serializable as JSON."""
         raise NotImplementedError
 
+    def _difference(self, name: str, saved: Any) -> str:
+        """Describe how a setting differs from that of a position; empty if it does not."""
+        now = self._pipeline.get(name)
+        return "" if saved == now else f"{name} was {saved!r} and is {now!r}"
+
     def _with_skips(self, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, "skipped": [list(pair) for pair in self._skips.ranges]}
 
@@ -92,11 +97,8 @@ class BatchIterator:
             advice = "it was saved by another kind of iterator"
             refuse("batches", expected, tree.describe_value(state), advice, kind=DataError)
         saved, now = state["pipeline"], self._pipeline
-        differing = [
-            f"{name} was {saved.get(name)!r} and is {now.get(name)!r}"
-            for name in {**now, **saved}
-            if saved.get(name) != now.get(name)
-        ]
+        differences = (self._difference(name, saved.get(name)) for name in {**now, **saved})
+        differing = [text for text in differences if text]
         if differing:
             got = f"others: {'; '.join(differing)}"
             advice = f"make them as they were{advice.format(step=state['step'])}"

@@ -31,10 +31,12 @@ OS_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")  # of safetensors; otherwise
 # tensorstore. The statuses of damage are those of missing, truncated or changed files. Any other,
 # such as a lack of memory, says nothing about the step. If the texts change, a damaged array only
 # "cannot be read", and a restore of the newest step does not fall back to an older one. If the text
-# on retries changes, requests to a server that does not answer are tried again.
+# on retries changes, requests to a server that does not answer are tried again. If that on ranges
+# changes, `sf.files` cannot index files at URLs.
 STATUS = re.compile("[A-Z_]+(?=:)")
 DAMAGE = ("NOT_FOUND", "DATA_LOSS", "OUT_OF_RANGE", "INVALID_ARGUMENT", "FAILED_PRECONDITION")
 PERMISSION_DENIED = re.compile("PERMISSION_DENIED|UNAUTHENTICATED")
+OUT_OF_RANGE = re.compile("OUT_OF_RANGE")
 RETRIES_FAILED = re.compile("retry attempts failed")
 
 # orbax writes a step into a folder of this name. If it uses another, those of killed runs stay.

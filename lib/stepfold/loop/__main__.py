@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepfold.checkpoint.steps import absolute_path
+from stepfold.core.validation import absolute_path
 from stepfold.errors import ConfigError, DataError, refuse
 from stepfold.loop.report.read import read_run
 from stepfold.loop.report.render import render

@@ -13,7 +13,8 @@ import jax
 
 from stepfold import tree
 from stepfold.checkpoint.series import Series
-from stepfold.checkpoint.steps import is_url, sync
+from stepfold.checkpoint.steps import sync
+from stepfold.core.validation import is_url
 from stepfold.errors import CheckpointError, StepfoldError, refuse
 from stepfold.loop.hooks.base import BaseHook, Event
 from stepfold.loop.run_info import NAME, read_run_info
@@ -37,7 +38,7 @@ class Upload(BaseHook):
             refuse("upload", "a URL such as 's3://bucket/run'", tree.describe_value(url), advice)
         if run_dir is None:
             refuse("upload", "run_dir=… to go with it", "none", "give a directory")
-        from stepfold.checkpoint.bucket import Bucket  # lazy: imports tensorstore
+        from stepfold.object_storage import Bucket  # lazy: imports tensorstore
 
         # If the server fails, the series and this do not wait for it one after the other.
         self._run_dir, self._bucket = run_dir, Bucket(url, series and series.store)

@@ -12,9 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from stepfold.checkpoint.steps import is_url
 from stepfold.core.processes import KeyValues
-from stepfold.core.validation import read_function, read_integer, read_positive
+from stepfold.core.validation import is_url, read_function, read_integer, read_positive
 from stepfold.inspect.peaks import mfu, peak_flops
 from stepfold.loop.hooks.base import BaseHook, Event
 from stepfold.loop.writers.base import check_path

@@ -21,11 +21,11 @@ from stepfold import tree
 from stepfold.checkpoint.leaves import from_json, is_key, to_json
 from stepfold.checkpoint.manifest import DamageError, ForeignError, read_checked, write_checked
 from stepfold.checkpoint.series import save
-from stepfold.checkpoint.steps import absolute_path, is_url, sync
+from stepfold.checkpoint.steps import sync
 from stepfold.checkpoint.store import complete_steps, open_store
 from stepfold.core.state import is_available
 from stepfold.core.transfers import allow_transfers
-from stepfold.core.validation import read_instance
+from stepfold.core.validation import absolute_path, is_url, read_instance
 from stepfold.errors import CheckpointError, ConfigError, refuse
 from stepfold.loop.data import BatchFeed, DataPosition, reread
 from stepfold.loop.hooks.stop import Nonfinite

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stepfold.checkpoint.steps import is_url
 from stepfold.checkpoint.store import open_store
+from stepfold.core.validation import is_url
 from stepfold.errors import CheckpointError, DataError, refuse
 from stepfold.loop.json_files import open_regular, parse_json
 from stepfold.loop.run_info import read_run_info

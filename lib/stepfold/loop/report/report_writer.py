@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from stepfold.checkpoint.steps import is_url
+from stepfold.core.validation import is_url
 from stepfold.errors import StepfoldError
 from stepfold.loop.hooks.base import BaseHook, Event, Stop, Stopwatch
 from stepfold.loop.report.read import read_run

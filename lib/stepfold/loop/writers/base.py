@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.steps import absolute_path, sync
-from stepfold.core.validation import read_instance, read_integer
+from stepfold.checkpoint.steps import sync
+from stepfold.core.validation import absolute_path, read_instance, read_integer
 from stepfold.errors import refuse
 
 PathLike = str | os.PathLike[str]
