@@ -53,10 +53,14 @@ def check_resume(resume: Any) -> tuple[str, ...] | None:
     return None
 
 
-def check_checkpoints(checkpoints: Any) -> None:
-    """Refuse anything but a policy."""
+def check_checkpoints(checkpoints: Any, evaluations: Sequence[Evaluation]) -> None:
+    """Refuse anything but a policy, and none if another process evaluates checkpoints."""
     if checkpoints is not None:
         read_instance("checkpoints", checkpoints, Checkpoints, "sf.Checkpoints(every=…)")
+    elsewhere = [evaluation.name for evaluation in evaluations if evaluation.elsewhere]
+    if checkpoints is None and elsewhere:
+        argument, expected = f"{elsewhere[0]}: elsewhere=True", "checkpoints=… to evaluate"
+        refuse(argument, expected, "none", "give sf.Checkpoints(), or leave elsewhere out")
 
 
 def with_default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:

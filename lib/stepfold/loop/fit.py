@@ -153,7 +153,7 @@ def fit(
     check_kinds(user_hooks, evaluations)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
     runner = check_numbers(step, lengths, log_every, steps_per_call)
-    check_checkpoints(checkpoints)
+    check_checkpoints(checkpoints, evaluations)
     config = read_config(config)
     all_hooks = with_default_hooks(user_hooks, time_limit)
     feed = BatchFeed(batches, epochs, steps_per_call=steps_per_call, keep_recent=True)
