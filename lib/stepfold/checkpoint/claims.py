@@ -179,7 +179,7 @@ class Leases:
 
     def __init__(self, store: Any, folder: str) -> None:
         self._store, self._folder = store, folder
-        self._beats: dict[str, tuple[int, float]] = {}  # the last, and when it was first seen
+        self._beats: dict[str, tuple[Any, float]] = {}  # the last, and when it was first seen
 
     def held(self) -> list[Any]:
         """Return what live processes hold; delete the leases of dead ones."""

@@ -1,9 +1,9 @@
 """Results of evaluations that other processes make, next to the steps of a store.
 
-A result is a small note that is created once, as a whole: `evaluations/eval-20-0f3a….json`, with the
-name of the evaluation, the step, and the identity of the checkpoint. The identity is a digest of the
-saved values. So a result is that of a checkpoint, rather than of a number: after a run went back,
-the results of the steps that are gone fit no checkpoint, and those of equal states still do.
+A result is a small note that is created once, as a whole: `evaluations/eval-20-0f3a….json`. It is
+named by the evaluation, the step and the identity of the checkpoint, a digest of the saved values.
+After a run went back, the results of the steps that are gone fit no checkpoint, and those of equal
+states still do.
 """
 
 import re
@@ -53,9 +53,7 @@ def add_result(store: Any, result: Result, metrics: Mapping[str, float]) -> bool
     return bool(store.add_note(result.path, dict(metrics)))
 
 
-def metrics_in(
-    store: Any, results: Sequence[Result], step: int, identity: str
-) -> dict[str, float]:
+def metrics_in(store: Any, results: Sequence[Result], step: int, identity: str) -> dict[str, float]:
     """Return the numbers of all evaluations of a checkpoint."""
     own = [result for result in results if result[1:] == (step, identity)]
     numbers = [read_result(store, result) or {} for result in own]
@@ -76,8 +74,6 @@ def read_run(store: Any) -> dict[str, Any]:
     return note if isinstance(note, dict) else {}
 
 
-def write_run(
-    store: Any, names: Sequence[str], read: Sequence[Result], *, has_ended: bool
-) -> None:
+def write_run(store: Any, names: Sequence[str], read: Sequence[Result], *, has_ended: bool) -> None:
     """Say which evaluations a run awaits, which it has read, and whether it has ended."""
     store.write_note(_RUN, {"names": [*names], "read": [*read], "has_ended": has_ended})

@@ -814,7 +814,7 @@ class Series(_StepReader):
             if store is self._permanent:
                 options["held"] = self._held_steps(kept)
             is_ranked = options.get("best") is not None
-            metrics = metrics_of(store, kept) if is_ranked else dict.fromkeys(kept, {})
+            metrics = metrics_of(store, kept) if is_ranked else {step: {} for step in kept}
             for old in expendable(metrics, requested, last=step, **options):
                 store.delete(old)
 

@@ -440,13 +440,11 @@ def has_own_step(store: Store) -> bool:
     return False
 
 
-def metrics_of(
-    store: Store, complete: Mapping[int, StepMetadata]
-) -> dict[int, Mapping[str, Any]]:
+def metrics_of(store: Store, complete: Mapping[int, StepMetadata]) -> dict[int, Mapping[str, Any]]:
     """Return the metrics of each step, with those that other processes have evaluated."""
     results = find_results(store)
     return {
-        step: (metadata.metrics or {}) | metrics_in(store, results, step, metadata.identity)
+        step: {**(metadata.metrics or {}), **metrics_in(store, results, step, metadata.identity)}
         for step, metadata in complete.items()
     }
 

@@ -195,6 +195,8 @@ class WatchedMetrics:
         if checkpoints is not None and checkpoints.best is not None:
             self.unseen[checkpoints.best] = "Checkpoints(best=…)"
         self.saw_event = False
+        # Their results may come after the end of the run.
+        self._elsewhere = tuple(f"{each.name}/" for each in evaluations if each.elsewhere)
         provided = [getattr(hook, "provides", None) for hook in hooks]
         self._knows_names = None not in provided
         prefixes = ["train/", *(f"{evaluation.name}/" for evaluation in evaluations)]
@@ -222,7 +224,7 @@ class WatchedMetrics:
     def warn_of_unseen(self, history: History) -> None:
         """Warn of metrics that were never measured, not even before a resume."""
         for metric, argument in self.unseen.items() if self.saw_event else ():
-            if metric not in history:
+            if metric not in history and not metric.startswith(self._elsewhere):
                 warnings.warn(
                     f"{metric}: expected a metric that is measured, got "
                     f"{', '.join(sorted(history))}; {argument} had no effect",

@@ -142,7 +142,10 @@ class Elsewhere:
                     warnings.warn(text, RuntimeWarning, stacklevel=8)
         now = time.monotonic()
         self._next_look = now + (now - start) / _SHARE
-        return found if self._peers.is_alone else broadcast_from_first(found, self._peers.group)
+        return found if self._peers.is_alone else self._broadcast(found)
+
+    def _broadcast(self, values: list[Any]) -> list[Any]:
+        return broadcast_from_first(values, self._peers.group)
 
     def _find(self, run: Run) -> list[Any]:
         found, known = [], {*self._known}
@@ -175,7 +178,7 @@ class Elsewhere:
                 is_over = not any(live & {*names} for names in self._waiting(run).values())
             except CheckpointError:
                 is_over = True
-        return is_over if self._peers.is_alone else broadcast_from_first([is_over])[0]
+        return is_over if self._peers.is_alone else self._broadcast([is_over])[0]
 
     def _waiting(self, run: Run) -> dict[int, list[str]]:
         """Return the steps that await evaluations, with those."""

@@ -189,10 +189,11 @@ class _Follower:
                 has_ended = self._has_ended()  # asked first: no step comes after that
                 due = self._find_due()
                 self._hold([each.step for each in due if each.names])
-        answer = broadcast_from_first([self._store.location, has_ended, due])
-        if answer[0] != self._store.location:
-            self._store = open_store(answer[0])
-        return [_Due(*each) for each in answer[2]], answer[1]
+        answer: list[Any] = [self._store.location, has_ended, due]
+        location, has_ended, due = broadcast_from_first(answer)
+        if location != self._store.location:
+            self._store = open_store(location)
+        return [_Due(*each) for each in due], has_ended
 
     def _hold(self, steps: list[int]) -> None:
         """Keep the run from deleting steps; it also waits at its end for a process that does."""

@@ -351,7 +351,9 @@ def _attach_result(session: Session) -> Iterator[None]:
 
 def _warn_if_untrained(session: Session, result: FitResult, *, was_complete: bool) -> None:
     run = session.run
-    if result.steps == run.first_step and (was_complete or run.resumed is None):
+    has_read = was_complete and result.stop_reason.kind == "completed"  # evaluations elsewhere
+    is_idle = result.steps == run.first_step and not has_read
+    if is_idle and (was_complete or run.resumed is None):
         warnings.warn(
             f"nothing was trained: {result.stop_reason}; give more_steps=…, a larger steps=…, more "
             "batches, or another directory",

@@ -99,8 +99,8 @@ class Save:
         """Save what is not saved yet, unless a parameter is NaN.
 
         `permanent` saves are all but those by the schedule of the temporary directory. Requested
-        saves, and those that an evaluation needs, do not count as scheduled where old steps are deleted.
-        Without `has_user_code`, the data position and the states of hooks are left out.
+        saves, and those that an evaluation needs, do not count as scheduled where old steps are
+        deleted. Without `has_user_code`, the data position and the states of hooks are left out.
         """
         what = self._what(run, permanent=permanent, is_needed=is_needed)
         if what is None or self._series is None:
