@@ -129,7 +129,7 @@ def test_the_history_is_that_of_a_run_which_evaluates_itself(tmp_path, is_cut, c
         whole = fit(place / "whole", drawn, elsewhere=False)
         other = Other(place / "run", chance)
         if is_cut:
-            with cut(chance.randint(1, STEPS - 1)) as cuts_at:
+            with cut(chance.randrange(drawn.log_every, STEPS, drawn.log_every)) as cuts_at:
                 fit(place / "run", drawn, [other, cuts_at], elsewhere=True)
             cuts += 1
         fit(place / "run", drawn, [other], elsewhere=True)
