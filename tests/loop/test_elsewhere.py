@@ -44,8 +44,8 @@ class At:
 
     can_stop = False
 
-    def __init__(self, folder, steps, **options):
-        self.folder, self.steps, self.options = folder, steps, options
+    def __init__(self, folder, moments, **options):
+        self.folder, self.moments, self.options = folder, moments, options
         self.late, self.saved, self.found = [], {}, []
 
     def __call__(self, event):
@@ -53,14 +53,15 @@ class At:
             self.late.append((event.step, int(event.state.step), event.metrics["eval/step"]))
         if event.is_train:
             self.saved[event.step] = sf.Checkpoints(self.folder / "checkpoints").steps()
-            if event.step in self.steps:
+            if event.step in self.moments:
                 self.found.append(evaluate(self.folder, **self.options))
 
 
 def test_hooks_see_each_result_once_in_order_at_the_next_event(tmp_path):
     hook = At(tmp_path, [7, 11])
     run = fit(tmp_path, hook)
-    assert hook.late == [(2, 7, 2.0), (4, 7, 4.0), (6, 7, 6.0), (8, 11, 8.0), (10, 11, 10.0)]
+    # Log points are read one step later.
+    assert hook.late == [(2, 8, 2.0), (4, 8, 4.0), (6, 8, 6.0), (8, 12, 8.0), (10, 12, 10.0)]
     assert run.history["eval/step"] == [2.0, 4.0, 6.0, 8.0, 10.0]
     assert run.history["eval/step"].steps == [2, 4, 6, 8, 10]
 
@@ -69,7 +70,7 @@ def test_due_steps_are_saved_and_kept_until_their_result_is_read(tmp_path):
     hook = At(tmp_path, [7])
     fit(tmp_path, hook)
     assert hook.saved[7] == [2, 4, 6]
-    assert hook.saved[9] == [4, 6, 8]  # at 8, `keep=1` scheduled and one requested step stay
+    assert hook.saved[9] == [6, 8]  # one of the schedule, and one for an evaluation, as `keep=1`
     assert sf.Checkpoints(tmp_path / "checkpoints").steps()[-3:] == [8, 10, 12]
 
 
@@ -110,9 +111,9 @@ def test_late_results_can_stop_a_run(tmp_path):
     hook = At(tmp_path, range(STEPS))
     stop = sf.stop_early("eval/step", patience=2, mode="min")
     run = fit(tmp_path, [hook, stop])
-    assert (run.stop_reason.kind, run.steps) == ("early_stop", 7)  # 2, 4, 6 do not improve
+    assert (run.stop_reason.kind, run.steps) == ("early_stop", 8)  # 4 and 6 are not below 2
     assert (stop.best, stop.best_step) == (2.0, 2)
-    assert 7 in evaluate(tmp_path).metrics  # the last evaluation of a run that stops
+    assert list(evaluate(tmp_path).metrics) == [8]  # the last evaluation of a run that stops
 
 
 def test_the_best_state_of_a_late_result_is_refused(tmp_path):
@@ -125,7 +126,7 @@ def test_other_writers_get_late_numbers_at_the_step_of_their_arrival(tmp_path):
     writer = sf.jsonl_writer(tmp_path / "other.jsonl")
     fit(tmp_path / "run", [At(tmp_path / "run", [7]), sf.log_to(writer)])
     rows = [json.loads(line) for line in (tmp_path / "other.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "eval/step" in row] == [7]
+    assert [row["step"] for row in rows if "eval/step" in row] == [8]
 
 
 def test_it_needs_checkpoints(tmp_path):
@@ -145,14 +146,12 @@ def test_a_new_run_ignores_the_results_of_the_one_before(tmp_path):
 
 
 def test_a_directory_that_cannot_be_read_does_not_end_the_run(tmp_path, monkeypatch):
-    def fails(self, folder):
+    def fails(store):
         raise CheckpointError("no answer")
 
-    hook = At(tmp_path, [])
-    with monkeypatch.context() as patch:
-        patch.setattr("stepfold.loop.elsewhere.find_results", lambda store: fails(store, ""))
-        with pytest.warns(RuntimeWarning, match="no answer; the run continues, and looks for"):
-            assert fit(tmp_path, hook).steps == STEPS
+    monkeypatch.setattr("stepfold.loop.elsewhere.find_results", fails)
+    with pytest.warns(RuntimeWarning, match="no answer; the run continues, and looks for"):
+        assert fit(tmp_path).steps == STEPS
 
 
 def test_many_steps_that_wait_cause_a_warning(tmp_path, monkeypatch):

@@ -37,6 +37,11 @@ class RunEvaluation(NamedTuple):
     Attributes:
       metrics: the numbers of each step that it evaluated, as they are in the history of the run.
       left_out: the steps that it left out, because a newer one was there.
+
+    >>> import stepfold as sf
+    >>> found = sf.RunEvaluation(metrics={20: {"eval/loss": 0.5}}, left_out=[10])
+    >>> found.metrics[20]["eval/loss"]
+    0.5
     """
 
     metrics: dict[int, dict[str, float]]
@@ -85,16 +90,14 @@ def evaluate_run(
       TreeMismatchError: if the parameters of the run do not match the state.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf, tempfile
-    >>> folder, tx = tempfile.mkdtemp(), optax.sgd(0.1)
-    >>> state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
-    >>> step = sf.make_train_step(lambda p, x, key: sf.mean(p["w"] * x), tx)
-    >>> like, batch = jax.eval_shape(lambda: state), np.ones(4, np.float32)
-    >>> checkpoints = sf.Checkpoints(folder, every=2)
-    >>> result = sf.fit(step, state, [batch] * 4, checkpoints=checkpoints)
+    >>> folder = tempfile.mkdtemp()
+    >>> state = sf.init_state({"w": jnp.ones(())}, optax.sgd(0.1), jax.random.key(0))
+    >>> for step in (2, 4):
+    ...     sf.save(folder, state._replace(params={"w": jnp.float32(step)}), step=step)
     >>> measure = sf.make_eval_step(lambda p, x, key: sf.mean(p["w"] * x))
-    >>> evaluation = sf.Evaluation(measure, [batch])
-    >>> sf.evaluate_run(folder, like, evaluation, steps="all", follow=False).metrics
-    {2: {'eval/loss': 0.8...}, 4: {'eval/loss': 0.6...}}
+    >>> evaluation = sf.Evaluation(measure, [np.ones(4, np.float32)])
+    >>> sf.evaluate_run(folder, jax.eval_shape(lambda: state), evaluation, follow=False)
+    RunEvaluation(metrics={4: {'eval/loss': 4.0}}, left_out=[2])
     """
     metrics: dict[int, dict[str, float]] = {}
     left_out: list[int] = []
