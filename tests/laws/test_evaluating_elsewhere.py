@@ -101,13 +101,14 @@ def fit(folder, drawn, hooks=(), *, elsewhere):
 
 
 def draw(chance):
+    back = chance.choice([None, 12])
     return SimpleNamespace(
         every=chance.choice([2, 3, 5]),
         save_every=chance.choice([4, 5, 7]),
-        keep=chance.choice([1, 3, None]) or 100,
+        keep=chance.choice([4, None] if back else [1, 3, None]),  # a step to go back to is kept
         log_every=chance.choice([1, 2, 3]),
         at_start=chance.random() < 0.5,
-        back=chance.choice([None, 13]),
+        back=back,
     )
 
 
@@ -147,7 +148,7 @@ def test_the_history_is_that_of_a_run_which_evaluates_itself(tmp_path, is_cut, c
 def test_no_result_of_a_step_that_is_gone_counts(tmp_path):
     """The steps after the one to go back to are evaluated twice, with other numbers."""
     drawn = draw(random.Random(0))
-    drawn.__dict__.update(every=2, back=13, log_every=1, keep=100, at_start=False)
+    drawn.__dict__.update(every=2, back=13, log_every=1, keep=None, at_start=False)
     other = Other(tmp_path / "run", SimpleNamespace(random=lambda: 0, choice=lambda _: None))
     fit(tmp_path / "run", drawn, [other], elsewhere=True)
     other.evaluate()
