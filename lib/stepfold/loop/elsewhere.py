@@ -175,29 +175,33 @@ class Elsewhere:
             try:
                 held = self._leases.held()
                 live = {name for lease in held for name in lease["names"]}
-                is_over = not any(live & {*names} for names in self._waiting(run).values())
+                is_over = not live & self._awaited(run)
             except CheckpointError:
                 is_over = True
         return is_over if self._peers.is_alone else self._broadcast([is_over])[0]
 
-    def _waiting(self, run: Run) -> dict[int, list[str]]:
-        """Return the steps that await evaluations, with those."""
-        waiting = {
-            step: [name for name in metadata.awaits if run.evaluated.get(name, -1) < step]
-            for step, metadata in complete_steps(self._store).items()
+    def _awaited(self, run: Run) -> set[str]:
+        """Return the evaluations that a step awaits."""
+        complete = complete_steps(self._store, self._later_steps(run))
+        return {
+            name
+            for step, metadata in complete.items()
+            for name in metadata.awaits
+            if name in self._names and run.evaluated.get(name, -1) < step
         }
-        return {step: names for step, names in waiting.items() if {*names} & {*self._names}}
+
+    def _later_steps(self, run: Run) -> list[int]:
+        """List the steps after the last one of which all results were read."""
+        last = min(run.evaluated.get(name, -1) for name in self._names)
+        return [step for step in self._store.steps() if step > last]
 
     def _warn_of_many(self, run: Run) -> None:
         """Warn once if no other process evaluates, since retention keeps all that waits."""
-        if self._has_warned_of_many or len(self._store.steps()) <= _MANY:
-            return
-        waiting = self._waiting(run)
-        if len(waiting) > _MANY:
+        if not self._has_warned_of_many and len(steps := self._later_steps(run)) > _MANY:
             self._has_warned_of_many = True
             warnings.warn(
-                f"{self._series.directory}: {len(waiting)} steps wait for {', '.join(self._names)}"
-                f" since step {min(waiting)}, and are kept until then; start sf.evaluate_run",
+                f"{self._series.directory}: {len(steps)} steps wait for {', '.join(self._names)} "
+                f"since step {steps[0]}, and are kept until then; start sf.evaluate_run",
                 RuntimeWarning,
                 stacklevel=8,
             )
