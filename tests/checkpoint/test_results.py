@@ -1,5 +1,6 @@
 """Results of evaluations next to the steps, in a directory and in a bucket."""
 
+import errno
 import threading
 
 import jax.numpy as jnp
@@ -63,6 +64,27 @@ def test_of_several_writers_one_wins(location):
     assert len(won) == 1
     assert read_result(stores[0], result) == {"number": won[0]}
     assert len(stores[0].list_notes(FOLDER)) == 1
+
+
+def test_a_file_system_without_links_has_results_too(tmp_path, monkeypatch):
+    def no_links(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", no_links)
+    store, result = open_store(tmp_path), Result("eval", 1, "0" * 16)
+    assert add_result(store, result, {"x": 1.0})
+    assert not add_result(store, result, {"x": 2.0})
+    assert read_result(store, result) == {"x": 1.0}
+    assert len([*(tmp_path / FOLDER).iterdir()]) == 1
+
+
+def test_a_result_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.link", full)
+    with pytest.raises(sf.CheckpointError, match="cannot be written: No space left on device"):
+        add_result(open_store(tmp_path), Result("eval", 1, "0" * 16), {})
 
 
 def test_equal_states_have_equal_identities(location):

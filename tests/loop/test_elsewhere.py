@@ -186,3 +186,22 @@ def test_no_warning_comes_if_the_ranking_metric_is_elsewhere(tmp_path):
         fit(tmp_path, checkpoints=checkpoints)
     evaluate(tmp_path)
     assert checkpoints.open(tmp_path / "checkpoints").best_step() == 2
+
+
+def test_a_result_counts_after_its_checkpoint_was_deleted_and_the_run_went_back(tmp_path):
+    """The checkpoint that the run goes back to is older than the look for the result."""
+    hook, left = At(tmp_path, [7]), [9]
+
+    def goes_back(event):
+        if event.is_train and [event.step] == left:
+            left.clear()
+            assert sf.Checkpoints(tmp_path / "checkpoints").steps()[:2] == [4, 6]
+            return sf.GoBack(skip=(5, 6))
+        return None
+
+    item = evaluation(every=1, elsewhere=True)
+    checkpoints = sf.Checkpoints(every=4, keep=2, async_=False)
+    run = fit(tmp_path, [hook, goes_back], evaluation=item, checkpoints=checkpoints)
+    late = [step for step, *_ in hook.late]
+    assert (run.resumed, late) == (4, [1, 2, 3, 4, 5, 6, 1, 2, 3, 5, 6])  # 4 is not late then
+    assert run.history["eval/step"].steps == [1, 2, 3, 4, 5, 6]

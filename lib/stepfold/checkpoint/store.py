@@ -7,6 +7,7 @@ A step directory is named by its number. A step is renamed before it is removed,
 finds a part of it: `12.deleted` is being deleted, and `12.damaged` is kept for inspection.
 """
 
+import errno
 import importlib
 import os
 import re
@@ -56,6 +57,7 @@ _LEFT_OVER = re.compile(rf"\d+\.(saving|(deleted|{ORBAX_UNFINISHED})(-\d+)?)")
 _CLAIM = re.compile(r"(\d+)\.saving-[0-9a-f]{16}")
 _DAMAGED = re.compile(r"\d+\.damaged(-\d+)?")
 _DAY = 24 * 60 * 60.0
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # of a file system
 # What shows the layout of a series that a path names, or a URL such as file:///a/folder.
 _LAYOUTS = {
     "directory": re.compile(r"(0|[1-9]\d*)"),
@@ -242,8 +244,14 @@ class DirectoryStore:
                 os.link(new, path)  # unlike a rename, it fails if the path exists
             except FileExistsError:
                 return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                if path.exists():
+                    return False
+                new.replace(path)  # two writers at once would both return True
             finally:
-                new.unlink()
+                new.unlink(missing_ok=True)
             sync(path.parent)
             return True
 

@@ -68,7 +68,9 @@ def evaluate_run(
     It returns when the run has ended and all of its steps are evaluated. A run that a signal, an
     error or a kill has interrupted has not ended, since it may be resumed. The step that is being
     evaluated is not deleted by `Checkpoints(keep=…)`. Run one such process for an evaluation; a
-    second one would only repeat its work. With several processes, all of them call this.
+    second one would only repeat its work. With several processes, all of them call this. On the
+    command line it is `python -m stepfold evaluate script.py:make RUN_DIR`, where `make()` returns
+    the state and the evaluations.
 
     Args:
       run_dir: the run directory, or the directory or URL of the checkpoints. It may be empty still.

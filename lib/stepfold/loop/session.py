@@ -5,7 +5,7 @@ continue from a checkpoint, or from a copy in memory that is like one.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -94,7 +94,9 @@ class Session:
         ]
         elsewhere = self._read_elsewhere(evaluations, plan, log)
         evaluations = [each for each in evaluations if not each.evaluation.elsewhere]
-        awaits = (lambda _: ()) if elsewhere is None else elsewhere.awaits
+        awaits: Callable[[Run], Sequence[str]] = lambda _: ()
+        if elsewhere is not None:
+            awaits = elsewhere.awaits
         save = Save(self.series, plan, self.feed, hooks, peers, evaluations, self.describe, awaits)
         results = [] if elsewhere is None else [elsewhere]
         events = peers.watch([log, *evaluations, *results, EndEpoch(plan, log, peers)])
