@@ -1,6 +1,7 @@
 """`fit` reads the evaluations that another process makes of its checkpoints."""
 
 import json
+import signal
 import threading
 import time
 import warnings
@@ -10,7 +11,9 @@ import pytest
 from tests import small
 
 import stepfold as sf
-from stepfold.checkpoint.store import DirectoryStore
+from stepfold.checkpoint.claims import Lease
+from stepfold.checkpoint.results import LEASES
+from stepfold.checkpoint.store import DirectoryStore, open_store
 from stepfold.errors import CheckpointError
 
 STEPS = 12
@@ -93,6 +96,22 @@ def test_the_end_waits_for_a_live_process(tmp_path):
     assert list(found[0].metrics) == [2, 4, 6, 8, 10, 12]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "eval/step" in row] == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_signal_ends_the_wait_for_a_live_process(tmp_path):
+    """The run is complete on disk by then."""
+    lease = Lease(open_store(tmp_path / "checkpoints", save=True), LEASES)
+    lease.hold({"names": ["eval"], "steps": []})
+    timer = threading.Timer(1.0, signal.raise_signal, (signal.SIGTERM,))
+    try:
+        with pytest.raises(SystemExit) as caught:
+            fit(tmp_path, lambda event: timer.start() if event.step == STEPS else None)
+        timer.join()
+    finally:
+        lease.release()
+    assert caught.value.result.steps == STEPS
+    with pytest.warns(UserWarning, match="nothing was trained"):
+        assert fit(tmp_path).stop_reason.kind == "already_completed"
 
 
 def test_a_result_after_the_end_is_read_by_the_next_call(tmp_path):
