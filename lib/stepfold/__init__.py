@@ -41,6 +41,7 @@ from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.inspect.report import Report, describe, parameter_table
 from stepfold.loop.elastic import Elastic
 from stepfold.loop.evaluate import Evaluation, evaluate
+from stepfold.loop.evaluator import RunEvaluation, evaluate_run
 from stepfold.loop.fit import FitResult, fit
 from stepfold.loop.fold import iterate
 from stepfold.loop.hooks.base import BaseHook, Event, GoBack, Replace, Reweight, Stop
@@ -105,6 +106,7 @@ __all__ = [
     "Restored",
     "RetraceError",
     "Reweight",
+    "RunEvaluation",
     "Series",
     "ShardingError",
     "StepFn",
@@ -132,6 +134,7 @@ __all__ = [
     "dynamic_loss_scale",
     "ema_params",
     "evaluate",
+    "evaluate_run",
     "every",
     "export_params",
     "files",

@@ -89,6 +89,26 @@ def test_the_best_may_be_by_another_evaluation(tmp_path):
     assert trainer.best == 5
 
 
+def test_an_evaluation_elsewhere_is_logged_when_its_result_arrives(tmp_path):
+    item = sf.Evaluation(lambda state: {"one": 1.0}, every=5, name="other", elsewhere=True)
+
+    class Logged(Trainer):
+        seen = ()
+
+        def on_log(self, metrics, step):
+            self.seen += ((step, [*metrics]),) if "other/one" in metrics else ()
+            if step == 10 and not self.seen:
+                like = jax.eval_shape(lambda: self.model_state)
+                while not sf.evaluate_run(tmp_path, like, item, follow=False).metrics:
+                    pass  # step 5 is being saved
+
+    given = {"evaluations": [item]}
+    trainer = digits.train_only(Logged, given, output_dir=tmp_path, max_steps=20, save_steps=20)
+    trainer.train()
+    assert trainer.seen == ((10, ["other/one"]),)
+    assert trainer.history["other/one"].steps == [5]
+
+
 def test_methods_around_a_step_need_single_steps():
     with pytest.raises(sf.ConfigError, match="steps_per_call: expected 1 with on_step_start or"):
         digits.train_only(Hooked, steps_per_call=4).train()

@@ -486,3 +486,54 @@ def test_two_processes_change_the_weights_of_a_mixture_together(processes, tmp_p
         assert position == later
         assert position["weights"] == [[40, ["1", "3"]], [80, ["1", "0"]]]
         assert "expected the same replacements in every process, got" in one
+
+
+def fits_elsewhere(start, folder, is_elsewhere):
+    """Fit on two processes, and evaluate from a hook in both of them."""
+    start()
+    mesh, tx = sf.make_mesh(), optax.adam(1e-2)
+    data = {"x": np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32)}
+    init = {"w": np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)}
+
+    def loss_fn(params, batch, key):
+        return sf.mean((jnp.tanh(batch["x"] @ params["w"]) ** 2).mean(-1))
+
+    state = init_sharded(init, tx, mesh)
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
+    test = lambda: sf.batches(data, 16, epochs=1)
+    options = {"measure": sf.make_eval_step(loss_fn), "batches": test}
+    found = []
+
+    def evaluates(event):
+        if event.is_train and event.step in (6, 10):
+            item = sf.Evaluation(**options)
+            found.append(sf.evaluate_run(folder, like, item, steps="all", follow=False))
+
+    def run(hooks=()):
+        return sf.fit(
+            sf.make_train_step(loss_fn, tx), init_sharded(init, tx, mesh),
+            sf.batches(data, 16, seed=0), steps=12, log_every=2, hooks=hooks,
+            evaluation=sf.Evaluation(**options, every=4, elsewhere=is_elsewhere),
+            checkpoints=sf.Checkpoints(folder, every=6, best="eval/loss", keep=2, async_=False),
+        )  # fmt: skip
+
+    result = run(evaluates if is_elsewhere else ())
+    if is_elsewhere:
+        item = sf.Evaluation(**options)
+        found.append(sf.evaluate_run(folder, like, item, steps="all", follow=False))
+        result = run()
+    steps = [list(each.metrics) for each in found]
+    history = {name: [curve.steps, list(curve)] for name, curve in result.history.items()}
+    print(json.dumps([history, result.best, steps]))
+
+
+@pytest.mark.full
+def test_two_processes_read_what_two_processes_evaluate(processes, tmp_path):
+    whole = processes.run(fits_elsewhere, str(tmp_path / "whole"), False)
+    both = processes.run(fits_elsewhere, str(tmp_path / "run"), True)
+    for one, text in zip(whole, both, strict=True):
+        (*expected, _), (*seen, steps) = json.loads(one), json.loads(text)
+        assert seen == expected
+        assert steps == [[4], [8], [12]]

@@ -173,7 +173,8 @@ class TrainerHook(BaseHook):
 
     def __call__(self, event: Event) -> Mapping[str, float] | Stop | None:
         trainer = self._trainer
-        trainer.model_state, self._event_step = event.state, event.step
+        step = (self._event_step or event.step) if event.is_late else event.step
+        trainer.model_state, self._event_step = event.state, step
         if not (event.is_train or event.metrics):  # after a `save_pretrained`
             return None
         metrics: Mapping[str, float] = event.metrics
@@ -191,10 +192,10 @@ class TrainerHook(BaseHook):
             stop = Stop(reason.kind, str(reason))
         try:
             mode = "train" if event.is_train else "eval"
-            trainer.log_metrics(metrics, self.bar, event.step, mode)
+            trainer.log_metrics(metrics, self.bar, step, mode)
             if event.is_train and self.needs_exact_state:
                 numbers = trainer.log_watchers(event.state, event.step)
-            trainer.on_log(metrics, event.step)
+            trainer.on_log(metrics, step)
         except StopTraining as reason:
             stop = stop or Stop(reason.kind, str(reason))
         return stop or numbers

@@ -159,6 +159,11 @@ class BucketStore(Bucket):
         content = self.read(name)
         return None if content is None else manifest.decode_checked(content, name)
 
+    def list_notes(self, folder: str) -> list[str]:
+        below = tensorstore.KvStore.KeyRange(f"{folder}/", f"{folder}0")
+        names = self._start(folder, "listed", lambda: self._kv.list(below))()
+        return sorted(name.decode(errors="replace").removeprefix(f"{folder}/") for name in names)
+
     # Saving
 
     def begin(
@@ -290,7 +295,15 @@ class BucketStore(Bucket):
     def write_note(self, name: str, content: Any) -> None:
         self.write(name, manifest.encode_checked(content))
 
+    def add_note(self, name: str, content: Any) -> bool:
+        found = self._start_read(name)()
+        encoded = manifest.encode_checked(content)
+        return found.state == "missing" and self._replace(name, found, encoded)
+
     # Removing
+
+    def delete_note(self, name: str) -> None:
+        self._start(name, "deleted", lambda: self._kv.write(name, None))()
 
     def delete(self, step: int) -> None:
         name = f"{step}.commit"

@@ -4,6 +4,9 @@ Each process that wants the name creates a claim, a file with a unique name, and
 claims of others. It has the name if no other claim belongs to a live process. Of two processes, at
 least the second sees the claim of the first, so they never both have it. Taking over from a dead
 process involves no race: its claim is ignored and deleted, and is never used again.
+
+A lease is a weaker thing, which object storage has too: a note that says for as long as its process
+lives what the process uses.
 """
 
 import json
@@ -18,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from stepfold.checkpoint.manifest import DamageError
 from stepfold.checkpoint.steps import check_regular
 from stepfold.errors import CheckpointError
 
@@ -50,16 +54,9 @@ class Claim:
 
     def acquire(self) -> None:
         """Claim the name, or raise ClaimedError."""
-        content = {
-            "host": socket.gethostname(),
-            "pid": self._pid,
-            "since": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": _machine(),
-            "started": _start_time(self._pid) if _machine() else "",
-        }
         try:
             with self.path.open("x") as file:
-                json.dump(content, file)
+                json.dump(_describe_process(), file)
             self._wait_for_others()
         except BaseException:
             self.release()
@@ -119,6 +116,101 @@ class Claim:
             if not waits:
                 return
             time.sleep(0.1)
+
+
+class Lease:
+    """A note next to the steps of a store that ends with the heartbeat of its process.
+
+    >>> import tempfile
+    >>> from stepfold.checkpoint.store import open_store
+    >>> store = open_store(tempfile.mkdtemp())
+    >>> lease, leases = Lease(store, "leases"), Leases(store, "leases")
+    >>> lease.hold({"steps": [20]})
+    >>> leases.held()
+    [{'steps': [20]}]
+    >>> lease.release()
+    >>> leases.held()
+    []
+    """
+
+    def __init__(self, store: Any, folder: str) -> None:
+        self._store, self._name = store, f"{folder}/{secrets.token_hex(8)}"
+        self._content: Any = None
+        self._beats = 0
+        self._is_released = threading.Event()
+        self._lock = threading.Lock()  # of the note
+        self._thread = threading.Thread(target=self._beat, name="stepfold-lease", daemon=True)
+
+    def hold(self, content: Any) -> None:
+        """Say what the process uses, and return once others can see it."""
+        if content == self._content:
+            return
+        with self._lock:
+            self._content = content
+            self._write()
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def release(self) -> None:
+        """End the lease; idempotent."""
+        if self._thread.ident is not None and not self._is_released.is_set():
+            self._is_released.set()
+            self._thread.join()
+            with suppress(CheckpointError):  # others will miss the heartbeat
+                self._store.delete_note(self._name)
+
+    def _write(self) -> None:
+        self._beats += 1
+        note = {"held": self._content, "beats": self._beats, "process": _describe_process()}
+        self._store.write_note(self._name, note)
+
+    def _beat(self) -> None:
+        while not self._is_released.wait(_BEAT):
+            with self._lock, suppress(CheckpointError):  # a server that does not answer
+                self._write()
+
+
+class Leases:
+    """The leases in a folder, as one process sees them.
+
+    A lease that was seen for the first time is live. Later it is if its heartbeat has changed
+    within `_STALE` seconds, or if its process is on this host, as long as that is alive.
+    """
+
+    def __init__(self, store: Any, folder: str) -> None:
+        self._store, self._folder = store, folder
+        self._beats: dict[str, tuple[Any, float]] = {}  # the last, and when it was first seen
+
+    def held(self) -> list[Any]:
+        """Return what live processes hold; delete the leases of dead ones."""
+        held = []
+        for name in self._store.list_notes(self._folder):
+            path, note = f"{self._folder}/{name}", None
+            with suppress(DamageError):
+                note = self._store.read_note(path)
+            if not isinstance(note, dict) or not isinstance(note.get("process"), dict):
+                continue
+            beats, now = note.get("beats"), time.monotonic()
+            if self._beats.get(name, (None, now))[0] != beats:
+                self._beats[name] = beats, now
+            alive = _is_live(note["process"])
+            if alive or (alive is None and now - self._beats[name][1] <= _STALE):
+                held.append(note.get("held"))
+            else:
+                self._store.delete_note(path)
+        return held
+
+
+def _describe_process() -> dict[str, Any]:
+    """Describe this process, so that `_is_live` can tell on the same host whether it is alive."""
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "pid": pid,
+        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": _machine(),
+        "started": _start_time(pid) if _machine() else "",
+    }
 
 
 def _read_claim(path: Path) -> tuple[dict[str, Any], float] | None:

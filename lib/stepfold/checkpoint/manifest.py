@@ -6,6 +6,7 @@ files, preceded by a line with their own checksum.
 """
 
 import errno
+import hashlib
 import json
 import math
 import zlib
@@ -72,6 +73,9 @@ class StepMetadata(NamedTuple):
 
     To save, `data` and `extra` are plain JSON with numpy arrays in it. After reading, they are the
     values that were saved, with a `StoredArray` for each array.
+
+    `awaits` has the names of evaluations that another process makes of the step. `identity` is read
+    only: a digest of the values that process 0 saved, so that equal states have equal ones.
     """
 
     step: int
@@ -80,6 +84,8 @@ class StepMetadata(NamedTuple):
     extra: Any = None
     best: Best | None = None
     requested: bool = False  # rather than scheduled
+    awaits: Sequence[str] = ()
+    identity: str = ""
 
 
 class Manifest(NamedTuple):
@@ -126,6 +132,7 @@ def step_metadata(
     metrics: Mapping[str, Any] | None,
     extra: Any,
     best: Best | None = None,
+    awaits: Sequence[str] = (),
 ) -> StepMetadata:
     """Validate the values saved next to a state, and copy them."""
     if hasattr(data, "get_state"):
@@ -142,6 +149,7 @@ def step_metadata(
         metrics=to_json(numbers, "metrics"),
         extra=to_json(extra, "extra", copy_array),
         best=best,
+        awaits=[*awaits],
     )
 
 
@@ -176,6 +184,9 @@ def process_manifest(
     fields = {"step": metadata.step, "data": take_arrays(metadata.data, arrays)}
     if process == 0:
         fields = metadata._asdict() | fields | {"extra": take_arrays(metadata.extra, arrays)}
+        del fields["identity"]
+        if not metadata.awaits:  # an earlier stepfold does not know the name
+            del fields["awaits"]
     content = {
         "format": FORMAT,
         "processes": processes,
@@ -288,10 +299,11 @@ def check_sizes(files: Any) -> dict[str, int]:
 def metadata_of(first: Any, later: Any, where: Path | str, step: int) -> StepMetadata:
     """Return the metadata of the manifest of process 0, with the values added after the commit."""
     later, arrays = _decode_later(later), stored_arrays(ARRAYS.format(0), first["arrays"])
-    fields = {"requested": False} | first["metadata"]
+    fields = {"requested": False, "awaits": []} | first["metadata"]
     fields |= {name: from_json(fields[name], arrays) for name in ("data", "extra")} | later
-    if unknown := fields.keys() - set(StepMetadata._fields):
-        expected = f"metadata of {', '.join(StepMetadata._fields)}"
+    known = [name for name in StepMetadata._fields if name != "identity"]
+    if unknown := fields.keys() - {*known}:
+        expected = f"metadata of {', '.join(known)}"
         refuse(where, expected, f"{', '.join(sorted(unknown))} as well", _UPGRADE, kind=NewerError)
     _expect(not later.keys() - {"metrics", "extra"}, LATER, list(later))
     _expect(_is_count(fields["step"]), "step", fields["step"])
@@ -300,14 +312,18 @@ def metadata_of(first: Any, later: Any, where: Path | str, step: int) -> StepMet
         advice = "give the directory its number, or move it elsewhere"
         refuse(where, f"the checkpoint of step {step}", got, advice, kind=ForeignError)
     _expect(type(fields["requested"]) is bool, "requested", fields["requested"])
-    metrics, best = fields["metrics"], fields["best"]
+    metrics, best, awaits = fields["metrics"], fields["best"], fields["awaits"]
+    are_names = isinstance(awaits, list) and all(isinstance(name, str) for name in awaits)
+    _expect(are_names, "awaits", awaits)
     for name, value in (metrics or {}).items():
         name.encode()
         _expect(type(value) in (int, float), "a metric", value)
         float(value)  # raises for an integer beyond the range of floats
     is_best = isinstance(best, list) and [type(item) for item in best] == [str, str]
     _expect(best is None or (is_best and best[1] in ("min", "max")), "best", best)
-    return StepMetadata(**fields | {"best": best and (best[0], best[1])})
+    saved = json.dumps([first["processes"], first["shards"]]).encode()
+    identity = hashlib.sha256(saved).hexdigest()[:16]
+    return StepMetadata(**fields | {"best": best and (best[0], best[1]), "identity": identity})
 
 
 def _decode_later(later: Mapping[str, Any]) -> dict[str, Any]:

@@ -341,7 +341,7 @@ def rank_steps(store: Store, best: Any) -> list[int]:
         refuse("best", expected, repr(best), f"give best=({best!r}, 'min') or ({best!r}, 'max')")
     else:
         best = steps.read_best(best)
-    ranked = steps.order_by(best, metrics_of(complete)) if best else []
+    ranked = steps.order_by(best, metrics_of(store, complete)) if best else []
     if ranked or broken or not complete:
         return broken + ranked
     if best is None:

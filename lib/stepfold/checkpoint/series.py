@@ -18,8 +18,10 @@ from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import jax
 
+from stepfold.checkpoint.claims import Leases
 from stepfold.checkpoint.manifest import DamageError, StepMetadata, step_metadata
 from stepfold.checkpoint.restore import Restored, restore_from
+from stepfold.checkpoint.results import LEASES
 from stepfold.checkpoint.steps import (
     Best,
     already_exists,
@@ -238,7 +240,7 @@ class _StepReader:
         stores = self._stores()
         if self.ranking is None or not stores:
             return None
-        metrics = metrics_of(complete_steps(stores[0]))
+        metrics = metrics_of(stores[0], complete_steps(stores[0]))
         return next(iter(order_by(self.ranking, metrics)), None)
 
 
@@ -262,7 +264,8 @@ class Checkpoints(_StepReader):
       every_minutes: minutes between checkpoints; `fit` checks it at log points, and where it
         evaluates or ends an epoch.
       keep: number of latest checkpoints to keep; None keeps all. Those that were requested, or
-        saved because they were the best so far, are counted apart: as many of them are kept.
+        saved because they were the best so far or for an evaluation in another process, are counted
+        apart: as many of them are kept. A step that waits for such an evaluation is always kept.
       keep_every: keep every step that is a multiple of this number permanently.
       best: the metric that ranks checkpoints, such as `eval/loss`; the best ones are kept as well.
         `fit` also saves after each evaluation in which it is better than before, whatever the
@@ -442,6 +445,8 @@ class Series(_StepReader):
       directory: the directory of the series, or its URL.
       saved: the step that was saved last since the series was opened; a permanent one.
       restored_temporary: whether the step that was restored last is a temporary one.
+      evaluated: the last step of each evaluation in another process whose result the run has read.
+        Later steps that await the evaluation are kept. None keeps all that await one.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> with sf.Checkpoints(tempfile.mkdtemp(), every=10) as series:
@@ -476,8 +481,10 @@ class Series(_StepReader):
         self._has_warned = False
         self._has_ranked_metric: bool | None = None  # whether a save had it; None without metrics
         self._has_epochs: bool | None = None  # whether `due` was given one; None if not called
-        # By store and step: the metrics, and whether the save was requested; see `_kept_steps`.
-        self._known: dict[str, dict[int, tuple[Mapping[str, Any], bool]]] = {}
+        # By store and step; see `_kept_steps`.
+        self._known: dict[str, dict[int, StepMetadata]] = {}
+        self._leases = Leases(self._permanent, LEASES)
+        self.evaluated: Mapping[str, int] | None = None
         with agreement(f"{self.directory}: not opened", group):
             for store in self._stores() if jax.process_index() == 0 else []:
                 store.clean(partial(self._prune, store))
@@ -577,6 +584,7 @@ class Series(_StepReader):
         before_commit: Callable[[], None] | None = None,
         permanent: bool = False,
         requested: bool = False,
+        awaits: Sequence[str] = (),
     ) -> None:
         """Save a state; the arguments are those of `stepfold.save`.
 
@@ -590,7 +598,8 @@ class Series(_StepReader):
         | temporary | `due` found only a temporary save due, and `permanent=False` |
         | permanent | otherwise |
 
-        A requested save is permanent too, and counts among the requested steps.
+        A requested save is permanent too, and counts among the requested steps. `awaits` names
+        evaluations that another process makes of the step, which is kept until then.
 
         Raises:
           CheckpointError: if the previous save failed, this one cannot begin, or the step exists.
@@ -600,8 +609,9 @@ class Series(_StepReader):
             self._check_open()
             check_not_donated(state)
             metadata = step_metadata(
-                state, step=step, data=data, metrics=metrics, extra=extra, best=self.ranking
-            )
+                state, step=step, data=data, metrics=metrics, extra=extra, best=self.ranking,
+                awaits=awaits,
+            )  # fmt: skip
             kind = self._kind_of(metadata.step, permanent=permanent, requested=requested)
         if self.ranking is not None and metadata.metrics:
             has_metric = self.ranking[0] in metadata.metrics
@@ -806,16 +816,31 @@ class Series(_StepReader):
         if options["keep"] is not None:  # otherwise, do not read all steps
             self._known.get(store.location, {}).pop(step, None)  # it may replace another
             kept = self._kept_steps(store)
-            metrics = {step: metrics for step, (metrics, _) in kept.items()}
-            requested = {step for step, (_, is_requested) in kept.items() if is_requested}
+            requested = {step for step, metadata in kept.items() if metadata.requested}
+            if store is self._permanent:
+                options["held"] = self._held_steps(kept)
+            is_ranked = options.get("best") is not None
+            metrics = metrics_of(store, kept) if is_ranked else {step: {} for step in kept}
             for old in expendable(metrics, requested, last=step, **options):
                 store.delete(old)
 
-    def _kept_steps(self, store: Store) -> Mapping[int, tuple[Mapping[str, Any], bool]]:
-        """Return what the retention policy asks of each complete step, reading each step once."""
+    def _held_steps(self, kept: Mapping[int, StepMetadata]) -> set[int]:
+        """Return the steps that evaluations in other processes have yet to use, or are using."""
+        held = {
+            step
+            for step, metadata in kept.items()
+            if any(self._is_awaited(name, step) for name in metadata.awaits)
+        }
+        return held.union(*(lease["steps"] for lease in self._leases.held()))
+
+    def _is_awaited(self, name: str, step: int) -> bool:
+        return self.evaluated is None or self.evaluated.get(name, step) < step
+
+    def _kept_steps(self, store: Store) -> Mapping[int, StepMetadata]:
+        """Return the metadata of each complete step without its values, reading each step once."""
         steps, known = store.steps(), self._known.get(store.location, {})
         read = complete_steps(store, [step for step in steps if step not in known])
-        known |= {step: (found.metrics or {}, found.requested) for step, found in read.items()}
+        known |= {step: each._replace(data=None, extra=None) for step, each in read.items()}
         self._known[store.location] = {step: known[step] for step in steps if step in known}
         return self._known[store.location]
 

@@ -189,18 +189,19 @@ def expendable(
     keep_every: int | None = None,
     best: Best | None = None,
     keep_best: int = 1,
+    held: Set[int] = frozenset(),
 ) -> list[int]:
     """List the steps that the retention policy deletes.
 
     `requested` steps and the others are counted apart, so that many requests do not push a
     scheduled step out. `last`, the step saved last, is always kept: after a rollback it may not be
-    the newest.
+    the newest. `held` steps are kept too: an evaluation in another process needs them.
     """
     if keep is None:
         return []
     steps = sorted(metrics)
     scheduled = [step for step in steps if step not in requested]
-    kept = {*scheduled[-keep:], *sorted(requested)[-keep:], last}
+    kept = {*scheduled[-keep:], *sorted(requested)[-keep:], last, *held}
     if keep_every is not None:
         kept |= {step for step in steps if step % keep_every == 0}
     if best is not None:

@@ -7,9 +7,11 @@ A step directory is named by its number. A step is renamed before it is removed,
 finds a part of it: `12.deleted` is being deleted, and `12.damaged` is kept for inspection.
 """
 
+import errno
 import importlib
 import os
 import re
+import secrets
 import shutil
 import stat
 import time
@@ -30,6 +32,7 @@ from stepfold.checkpoint.manifest import (
     NoManifestError,
     StepMetadata,
 )
+from stepfold.checkpoint.results import find_results, metrics_in
 from stepfold.checkpoint.steps import (
     check_shared,
     converted_errors,
@@ -54,6 +57,7 @@ _LEFT_OVER = re.compile(rf"\d+\.(saving|(deleted|{ORBAX_UNFINISHED})(-\d+)?)")
 _CLAIM = re.compile(r"(\d+)\.saving-[0-9a-f]{16}")
 _DAMAGED = re.compile(r"\d+\.damaged(-\d+)?")
 _DAY = 24 * 60 * 60.0
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # of a file system
 # What shows the layout of a series that a path names, or a URL such as file:///a/folder.
 _LAYOUTS = {
     "directory": re.compile(r"(0|[1-9]\d*)"),
@@ -165,6 +169,16 @@ class DirectoryStore:
         path = self.directory / name
         return manifest.read_checked(path) if path.exists() else None
 
+    def list_notes(self, folder: str) -> list[str]:
+        """List the names of the notes in a folder next to the steps, without that of the folder."""
+        with (
+            converted_errors(self.directory / folder, "cannot be read"),
+            suppress(FileNotFoundError, NotADirectoryError),
+        ):
+            names = os.listdir(self.directory / folder)
+            return sorted(name for name in names if not name.endswith(".new"))
+        return []
+
     # Saving
 
     def begin(
@@ -218,15 +232,44 @@ class DirectoryStore:
         """Atomically write JSON next to the steps, and return when it is durable."""
         self._replace(self.directory / name, content)
 
+    def add_note(self, name: str, content: Any) -> bool:
+        """Write a note as `write_note` does, unless it exists; return whether it was written."""
+        path = self.directory / name
+        new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+        with converted_errors(path, "cannot be written"):
+            path.parent.mkdir(exist_ok=True)
+            manifest.write_checked(new, content)
+            sync(new)
+            try:
+                os.link(new, path)  # unlike a rename, it fails if the path exists
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                if path.exists():
+                    return False
+                new.replace(path)  # two writers at once would both return True
+            finally:
+                new.unlink(missing_ok=True)
+            sync(path.parent)
+            return True
+
     def _replace(self, path: Path, content: Any) -> None:
         new = path.with_name(f"{path.name}.new")
         with converted_errors(path, "cannot be written"):
+            path.parent.mkdir(exist_ok=True)
             manifest.write_checked(new, content)
             sync(new)
             new.replace(path)
             sync(path.parent)
 
     # Removing
+
+    def delete_note(self, name: str) -> None:
+        """Delete a note, if it exists."""
+        with converted_errors(self.directory / name, "cannot be deleted"):
+            (self.directory / name).unlink(missing_ok=True)
 
     def delete(self, step: int) -> None:
         """Delete a step so that no reader finds a part; a no-op if another run has deleted it."""
@@ -405,9 +448,13 @@ def has_own_step(store: Store) -> bool:
     return False
 
 
-def metrics_of(complete: Mapping[int, StepMetadata]) -> dict[int, Mapping[str, Any]]:
-    """Return the metrics of each step."""
-    return {step: metadata.metrics or {} for step, metadata in complete.items()}
+def metrics_of(store: Store, complete: Mapping[int, StepMetadata]) -> dict[int, Mapping[str, Any]]:
+    """Return the metrics of each step, with those that other processes have evaluated."""
+    results = find_results(store)
+    return {
+        step: {**(metadata.metrics or {}), **metrics_in(store, results, step, metadata.identity)}
+        for step, metadata in complete.items()
+    }
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -53,10 +53,14 @@ def check_resume(resume: Any) -> tuple[str, ...] | None:
     return None
 
 
-def check_checkpoints(checkpoints: Any) -> None:
-    """Refuse anything but a policy."""
+def check_checkpoints(checkpoints: Any, evaluations: Sequence[Evaluation]) -> None:
+    """Refuse anything but a policy, and none if another process evaluates checkpoints."""
     if checkpoints is not None:
         read_instance("checkpoints", checkpoints, Checkpoints, "sf.Checkpoints(every=…)")
+    elsewhere = [evaluation.name for evaluation in evaluations if evaluation.elsewhere]
+    if checkpoints is None and elsewhere:
+        argument, expected = f"{elsewhere[0]}: elsewhere=True", "checkpoints=… to evaluate"
+        refuse(argument, expected, "none", "give sf.Checkpoints(), or leave elsewhere out")
 
 
 def with_default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:
@@ -191,6 +195,8 @@ class WatchedMetrics:
         if checkpoints is not None and checkpoints.best is not None:
             self.unseen[checkpoints.best] = "Checkpoints(best=…)"
         self.saw_event = False
+        # Their results may come after the end of the run.
+        self._elsewhere = tuple(f"{each.name}/" for each in evaluations if each.elsewhere)
         provided = [getattr(hook, "provides", None) for hook in hooks]
         self._knows_names = None not in provided
         prefixes = ["train/", *(f"{evaluation.name}/" for evaluation in evaluations)]
@@ -218,7 +224,7 @@ class WatchedMetrics:
     def warn_of_unseen(self, history: History) -> None:
         """Warn of metrics that were never measured, not even before a resume."""
         for metric, argument in self.unseen.items() if self.saw_event else ():
-            if metric not in history:
+            if metric not in history and not metric.startswith(self._elsewhere):
                 warnings.warn(
                     f"{metric}: expected a metric that is measured, got "
                     f"{', '.join(sorted(history))}; {argument} had no effect",

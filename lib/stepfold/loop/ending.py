@@ -1,6 +1,6 @@
 """How a run ends: in order, or by an exception."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stepfold.core.state import is_available
 from stepfold.errors import ConfigError, refuse
@@ -29,9 +29,11 @@ class Ending:
         save: Save,
         peers: Alone,
         rollbacks: Rollbacks | None,
+        finish: Callable[[Run], Run] | None = None,
     ) -> None:
         self._log_part, self._events, self._save = log, events, save
         self._peers, self._rollbacks = peers, rollbacks
+        self._finish_elsewhere = finish  # the evaluations of another process
 
     def __call__(self, run: Run) -> Runs:
         """Yield the run after each thing done, and the last one."""
@@ -62,6 +64,9 @@ class Ending:
         """Evaluate and save after the last batch, unless a signal comes."""
         if not run.is_interrupted:
             run = yield from self._log(run)
+            if self._finish_elsewhere is not None and not run.requests.has(Kind.GO_BACK):
+                yield (run := self._save.save(run))
+                run = yield from self._wait_elsewhere(run)
             run = self._go_back(self._peers.conclude(run))
             if run.go_back_request is not None:
                 return run
@@ -80,9 +85,17 @@ class Ending:
             return run
         extra = self._save.describe_end(run)
         ended = yield from self._log(run)
+        ended = yield from self._wait_elsewhere(ended)
         if not ended.is_interrupted:
             self._save.add_end(run, ended, extra)
         return ended._replace(state=run.state, notes=run.notes)  # as saved
+
+    def _wait_elsewhere(self, run: Run) -> Runs:
+        """Wait for what another process evaluates of the steps that are saved."""
+        if self._finish_elsewhere is None or run.is_interrupted:
+            return run
+        self._save.wait()
+        return (yield from complete(self._finish_elsewhere, run))
 
     def _log(self, run: Run) -> Runs:
         """Log the open interval, and evaluate a last time."""

@@ -224,6 +224,9 @@ class Evaluation:
       ema: whether to evaluate the average that `ema_params` keeps, in place of the parameters. It
         is found at any depth of the optimizer's state, as `get_ema` does.
       name: the prefix of the metrics, as in `eval/loss`, and the `kind` of the events.
+      elsewhere: whether another process makes it, by `evaluate_run`. `fit` then saves each step at
+        which it is due, keeps that step until its result has arrived, and reads the result at its
+        next event.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> state = sf.init_state({"w": jnp.ones(())}, optax.sgd(0.1), jax.random.key(0))
@@ -243,6 +246,7 @@ class Evaluation:
     at_start: bool = False
     ema: bool = False
     name: str = "eval"
+    elsewhere: bool = False
     # The position of an iterator at which each evaluation begins.
     _start: Any = field(default=None, init=False, repr=False, compare=False)
 
@@ -253,7 +257,7 @@ class Evaluation:
             check_end("evaluate", self.batches)
             if iter(self.batches) is self.batches:
                 self._read_start(self.batches)
-        check_flags(at_start=self.at_start, ema=self.ema)
+        check_flags(at_start=self.at_start, ema=self.ema, elsewhere=self.elsewhere)
         for period in ("every", "every_epochs"):
             if (value := getattr(self, period)) is not None:
                 read_integer(period, value)

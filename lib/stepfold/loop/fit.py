@@ -153,7 +153,7 @@ def fit(
     check_kinds(user_hooks, evaluations)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
     runner = check_numbers(step, lengths, log_every, steps_per_call)
-    check_checkpoints(checkpoints)
+    check_checkpoints(checkpoints, evaluations)
     config = read_config(config)
     all_hooks = with_default_hooks(user_hooks, time_limit)
     feed = BatchFeed(batches, epochs, steps_per_call=steps_per_call, keep_recent=True)
@@ -351,7 +351,9 @@ def _attach_result(session: Session) -> Iterator[None]:
 
 def _warn_if_untrained(session: Session, result: FitResult, *, was_complete: bool) -> None:
     run = session.run
-    if result.steps == run.first_step and (was_complete or run.resumed is None):
+    has_read = was_complete and result.stop_reason.kind == "completed"  # evaluations elsewhere
+    is_idle = result.steps == run.first_step and not has_read
+    if is_idle and (was_complete or run.resumed is None):
         warnings.warn(
             f"nothing was trained: {result.stop_reason}; give more_steps=…, a larger steps=…, more "
             "batches, or another directory",

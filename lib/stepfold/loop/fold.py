@@ -148,7 +148,7 @@ def visit(parts: Sequence[Part], run: Run) -> Runs:
     return run
 
 
-def complete(part: Part, run: Run) -> Runs:
+def complete(part: Callable[[Run], Run], run: Run) -> Runs:
     """Do all that a part has to do, even if it is not due."""
     while (changed := part(run)) is not run:
         yield (run := changed)

@@ -75,11 +75,12 @@ class Log:
         except Exception as error:  # noqa: BLE001  raised, now or later
             return self._peers.defer(run, error)
 
-    def show(self, run: Run, evaluation: str, metrics: Any) -> Run:
-        """Show hooks the metrics of an evaluation."""
+    def show(self, run: Run, evaluation: str, metrics: Any, step: int | None = None) -> Run:
+        """Show hooks the metrics of an evaluation, of this step or an earlier one."""
+        step = run.step if step is None else step
         try:
-            interval = Interval(run.step, metrics, {}, {}, perf_counter())
-            evaluated = {**run.evaluated, evaluation: run.step}
+            interval = Interval(step, metrics, {}, {}, perf_counter())
+            evaluated = {**run.evaluated, evaluation: step}
             return self._show(run._replace(evaluated=evaluated), interval, evaluation)
         except Exception as error:  # noqa: BLE001
             return self._peers.defer(run, error)
@@ -118,6 +119,7 @@ class Log:
             hook_seconds=self._hooks.seconds,
             processes=processes_of(peers.group),
             batch_share=feed.batch_share,
+            is_late=kind != "train" and interval.step < run.step,
         )
         event, requests = self._call(event)
         run = run.log(event.step, event.metrics)._replace(hooks=self._hooks.get_state())
@@ -181,11 +183,11 @@ class Evaluate:
         self, evaluation: Evaluation, plan: Plan, log: Log, hooks: HookDispatcher, peers: Alone
     ) -> None:
         self.name = f"evaluation {evaluation.name}"
-        self._evaluation, self._plan, self._log = evaluation, plan, log
+        self.evaluation, self._plan, self._log = evaluation, plan, log
         self._hooks, self._peers = hooks, peers
 
     def next(self, run: Run) -> float:
-        return self._plan.next_due(self._evaluation, run.step)
+        return self._plan.next_due(self.evaluation, run.step)
 
     def is_due(self, run: Run) -> bool:
         return self.is_scheduled(run) and not self._is_done(run)
@@ -195,23 +197,23 @@ class Evaluate:
         if run.step == run.total:
             return False
         if run.step == run.began:
-            return self._evaluation.at_start
-        return self._plan.is_due(self._evaluation, run.step)
+            return self.evaluation.at_start
+        return self._plan.is_due(self.evaluation, run.step)
 
     def __call__(self, run: Run) -> Run:
         if self._is_done(run):
             return run
         with self._hooks.stopwatch.measure(self.name):
-            metrics = self._peers.wait_for(self._evaluation, run.state, self._peers.group)
+            metrics = self._peers.wait_for(self.evaluation, run.state, self._peers.group)
         self._peers.meet(run)
         if metrics is NO_VALUE:  # a signal came
             return self._peers.hear(run)
         if self._peers.error:
             return run
-        return self._log.show(run, self._evaluation.name, metrics)
+        return self._log.show(run, self.evaluation.name, metrics)
 
     def _is_done(self, run: Run) -> bool:
-        return run.evaluated.get(self._evaluation.name) == run.step
+        return run.evaluated.get(self.evaluation.name) == run.step
 
 
 class EndEpoch:

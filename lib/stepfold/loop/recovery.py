@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from stepfold.checkpoint.results import drop_results
 from stepfold.checkpoint.series import Checkpoints, Series
 from stepfold.core.processes import Disbanded, Group, agreement, broadcast_from_first
 from stepfold.errors import StepfoldError, refuse
@@ -76,6 +77,10 @@ def start_or_resume(
     if series is None or rollbacks is None or not _has_checkpoint(series):
         if rollbacks is not None:
             rollbacks.drop_note()
+        if series is not None:
+            with agreement(f"{series.directory}: not started", series.group):
+                if jax.process_index() == 0:
+                    drop_results(series.store)
         if series is not None and (others := series.steps()):
             steps = ", ".join(map(str, others))
             text = f"{series.directory} has steps {steps} of another program"

@@ -248,8 +248,10 @@ class Run(NamedTuple):
         return self._replace(marks=(*self.marks[:1], *self.marks[1:][-2:], position))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> "Run":
-        """Add the metrics of an event."""
+        """Add the metrics of an event; the last one stays if they are those of an earlier step."""
         self.history.add(step, metrics)
+        if step < self.logged:
+            return self._replace(has_news=True)
         before = self.last_metrics if step == self.logged else {}
         return self._replace(logged=step, last_metrics={**before, **metrics}, has_news=True)
 

@@ -22,7 +22,7 @@ from stepfold.loop.run_info import config_changes, move_previous_run, read_run_i
 from stepfold.loop.session import Session
 from stepfold.loop.upload import Upload
 from stepfold.loop.writers.combinators import async_writer, log_to
-from stepfold.loop.writers.jsonl import jsonl_writer, read_rows
+from stepfold.loop.writers.jsonl import RunWriter, jsonl_writer, read_rows
 
 
 class RunDirectory:
@@ -70,7 +70,7 @@ class RunDirectory:
         hooks: list[Hook] = []
         if self.metrics_path is not None:
             _check_files(others, [self.metrics_path, self.path / "metrics.csv"])
-            writer = jsonl_writer(self.metrics_path, csv=self.path / "metrics.csv")
+            writer = RunWriter(self.metrics_path, csv=self.path / "metrics.csv")
             # Named, so that its state is not confused with that of a user's writer.
             hooks.append(log_to(async_writer(writer), name="metrics.jsonl"))
         self._metadata = {**describe([*others, *hooks])}

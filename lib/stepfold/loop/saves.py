@@ -35,10 +35,12 @@ class Save:
         peers: Alone,
         evaluations: Sequence[Evaluate],
         describe: Callable[[Run], dict[str, Any]],
+        awaits: Callable[[Run], Sequence[str]],
     ) -> None:
         self._series, self._plan, self._feed, self._hooks = series, plan, feed, hooks
         self._peers, self._evaluations = peers, evaluations
         self._describe = describe  # what a checkpoint holds next to the state
+        self._awaits = awaits  # the evaluations that another process makes of the step
         self._has_warned = self._has_warned_of_time = False
         # The step, time, seconds in saves and their number, after the first save.
         self._first: tuple[int, float, float, int] | None = None
@@ -55,12 +57,12 @@ class Save:
         if series is None:
             return is_asked
         if run.is_at_start:
-            is_best = self._is_best(run)
-            permanent = is_best or run.step == run.began
-            return is_asked or self._what(run, permanent=permanent, is_best=is_best) is not None
+            is_needed = self._is_needed(run)
+            permanent = is_needed or run.step == run.began
+            return is_asked or self._what(run, permanent=permanent, is_needed=is_needed) is not None
         # First, since the series notes what kind of save is due.
         is_due = series.due(run.step, epoch=self._plan.epochs_done(run.step))
-        return run.end is None and (is_due or is_asked or self._is_best(run))
+        return run.end is None and (is_due or is_asked or self._is_needed(run))
 
     def __call__(self, run: Run) -> Run:
         """Save at the start, by the schedule or by request, once hooks know all metrics."""
@@ -68,12 +70,12 @@ class Save:
         if self._series is None:
             return self._warn(run)
         if run.is_at_start:
-            is_best = self._is_best(run)
-            permanent = is_best or run.step == run.began
-            run = self.save(run, permanent=permanent, is_best=is_best)
+            is_needed = self._is_needed(run)
+            permanent = is_needed or run.step == run.began
+            run = self.save(run, permanent=permanent, is_needed=is_needed)
             later = Request(Kind.SAVE, run.step + 1)  # until there is something new
             return run if request is None else run.without(Kind.SAVE).ask(later)
-        is_requested = (request is not None and request.reason is None) or self._is_best(run)
+        is_requested = (request is not None and request.reason is None) or self._is_needed(run)
         if not self._peers.error:
             if not run.closed and run.current and self._is_wrong(run, is_requested):
                 run = run.close_interval()  # a hook may find out more
@@ -91,16 +93,16 @@ class Save:
         *,
         permanent: bool = True,
         is_requested: bool = False,
-        is_best: bool = False,
+        is_needed: bool = False,
         has_user_code: bool = True,
     ) -> Run:
         """Save what is not saved yet, unless a parameter is NaN.
 
         `permanent` saves are all but those by the schedule of the temporary directory. Requested
-        saves, and those of the best state, do not count as scheduled where old steps are deleted.
-        Without `has_user_code`, the data position and the states of hooks are left out.
+        saves, and those that an evaluation needs, do not count as scheduled where old steps are
+        deleted. Without `has_user_code`, the data position and the states of hooks are left out.
         """
-        what = self._what(run, permanent=permanent, is_best=is_best)
+        what = self._what(run, permanent=permanent, is_needed=is_needed)
         if what is None or self._series is None:
             return run
         if what == "state" and has_nan(run.state):
@@ -123,6 +125,7 @@ class Save:
                 before_commit=self._hooks.flush,
                 permanent=permanent,
                 requested=is_requested,
+                awaits=self._awaits(run),
             )
         return run._replace(has_news=False)
 
@@ -157,6 +160,11 @@ class Save:
         is_known = name is not None and name in metrics and not name.startswith("train/")
         return {name: metrics[name]} if name is not None and is_known else {}
 
+    def _is_needed(self, run: Run) -> bool:
+        """Whether an evaluation needs the step, here or in another process."""
+        is_saved = self._series is not None and self._series.saved == run.step
+        return (not is_saved and bool(self._awaits(run))) or self._is_best(run)
+
     def _is_best(self, run: Run) -> bool:
         """Whether the metric that ranks checkpoints is the best so far; the same in all processes.
 
@@ -174,7 +182,7 @@ class Save:
         is_best = order_by(ranking, values)[:1] == [run.step]
         return is_best if peers.is_alone else broadcast_from_first([is_best], peers.group)[0]
 
-    def _what(self, run: Run, *, permanent: bool, is_best: bool = False) -> str | None:
+    def _what(self, run: Run, *, permanent: bool, is_needed: bool = False) -> str | None:
         """Return what a save writes at this step: "state", "metadata", or None for nothing.
 
         A state that may be wrong, or that the run is to go back from, is not saved. A resume
@@ -188,7 +196,7 @@ class Save:
             return "metadata" if run.is_complete and run.has_news else None
         # A checkpoint in the temporary directory is saved again, since that may be lost.
         is_promoted = permanent and series.restored_temporary
-        is_start = run.resumed is None and (series.policy.at_start or is_best)
+        is_start = run.resumed is None and (series.policy.at_start or is_needed)
         if not run.is_at_start or is_promoted or is_start:
             return "state"
         # A resume replays the events that have replaced the state since the checkpoint.

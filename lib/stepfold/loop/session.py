@@ -5,18 +5,22 @@ continue from a checkpoint, or from a copy in memory that is like one.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
+
 from stepfold.checkpoint.restore import Restored
+from stepfold.checkpoint.results import find_results
 from stepfold.checkpoint.series import Series
 from stepfold.core.optimizer import hyperparams_of
-from stepfold.core.processes import Position, agreement
+from stepfold.core.processes import Position, agreement, broadcast_from_first
 from stepfold.core.state import step_of
 from stepfold.errors import CheckpointError, StepfoldError, TreeMismatchError, refuse
 from stepfold.loop.data import BatchFeed, batch_sizes
+from stepfold.loop.elsewhere import Elsewhere
 from stepfold.loop.ending import Ending, rescue
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.fold import Alone, Part, fold
@@ -77,7 +81,8 @@ class Session:
         """Fold to the end, or until the run goes back; save before an exception propagates."""
         run, peers = self.run, self.peers
         peers.join(self.feed, run)
-        if run.is_complete and run.total is not None and run.step >= run.total:
+        is_done = run.is_complete and run.total is not None and run.step >= run.total
+        if is_done and not self._has_results():
             message = f"step {run.step} of {run.total} was done before"
             self.run = run.ask(Request(Kind.END, run.step, Stop("already_completed", message)))
             return
@@ -87,16 +92,25 @@ class Session:
         evaluations = [
             Evaluate(each, plan, log, hooks, peers) for each in self._options.evaluations
         ]
-        save = Save(self.series, plan, self.feed, hooks, peers, evaluations, self.describe)
-        events = peers.watch([log, *evaluations, EndEpoch(plan, log, peers)])
+        elsewhere = self._read_elsewhere(evaluations, plan, log)
+        evaluations = [each for each in evaluations if not each.evaluation.elsewhere]
+        awaits: Callable[[Run], Sequence[str]] = lambda _: ()
+        if elsewhere is not None:
+            awaits = elsewhere.awaits
+        save = Save(self.series, plan, self.feed, hooks, peers, evaluations, self.describe, awaits)
+        results = [] if elsewhere is None else [elsewhere]
+        events = peers.watch([log, *evaluations, *results, EndEpoch(plan, log, peers)])
         sizes = BatchSizes(plan, self.feed, self.runner)
         parts = [*events, *peers.watch([*self.user_parts, save, sizes, *self.parts])]
-        ending = Ending(log, events, save, peers, self.rollbacks)
+        finish = None if elsewhere is None else elsewhere.finish
+        ending = Ending(log, events, save, peers, self.rollbacks, finish)
         try:
             with agreement("hooks: not opened", peers.group):
                 hooks.open(self.run.step, self.run.total)
                 for part in self.user_parts:
                     call_optional(part, "open", self.run)
+            if elsewhere is not None:
+                elsewhere.open(self.run)
             mark = self.feed.mark(self.run.step, self.run.batches_used)
             self.run = self.run._replace(hooks=hooks.get_state(), marks=(mark,))
             # Each run is the one of this session until the next one.
@@ -104,6 +118,8 @@ class Session:
                 pass
             for self.run in ending(self.run):  # noqa: B020
                 pass
+            if elsewhere is not None and not self._continues():
+                elsewhere.end(self.run)
             peers.raise_error(self.run)
         except BaseException as error:
             if not peers.leaves_at_once:
@@ -112,6 +128,32 @@ class Session:
         finally:
             for part in self.user_parts:
                 call_optional(part, "close")
+
+    def _read_elsewhere(
+        self, evaluations: Sequence[Evaluate], plan: Plan, log: Log
+    ) -> Elsewhere | None:
+        """Return the part that reads what another process evaluates, if there is one."""
+        elsewhere = [each for each in evaluations if each.evaluation.elsewhere]
+        if self.series is None:
+            return None
+        self.series.evaluated = {}
+        return Elsewhere(elsewhere, self.series, plan, log, self.peers) if elsewhere else None
+
+    def _has_results(self) -> bool:
+        """Whether another process has evaluated more since the last checkpoint."""
+        has_new, run, series = False, self.run, self.series
+        names = [each.name for each in self._options.evaluations if each.elsewhere]
+        if series is None or not names:
+            return False
+        with agreement(f"{series.directory}: not resumed", self.peers.group):
+            if jax.process_index() == 0:
+                results = [r for r in find_results(series.store) if r.evaluation in names]
+                has_new = any(run.evaluated.get(r.evaluation, -1) < r.step for r in results)
+        return broadcast_from_first([has_new], self.peers.group)[0]
+
+    def _continues(self) -> bool:
+        """Whether the run goes back, or may be resumed after a signal or an error."""
+        return self.run.go_back_request is not None or self.run.is_interrupted
 
     def _plan(self) -> Plan:
         run, feed, options = self.run, self.feed, self._options

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 import stepfold as sf
-from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer, last_step, read_rows, write_csv
+from stepfold.loop.writers.jsonl import (
+    RunWriter,
+    csv_writer,
+    jsonl_writer,
+    last_step,
+    read_rows,
+    write_csv,
+)
 
 NUMBERS = [0.1, 1e-310, -0.0, 2**70, -3, 1 / 3, math.inf, -math.inf, math.nan]
 
@@ -324,3 +331,25 @@ def test_a_csv_without_its_json_lines_is_refused_and_left_alone(table):
         csv_writer(table).write_scalars(20, {"a": 2})
     assert table.read_text() == "step,a\n10,1\n"
     assert list(table.parent.iterdir()) == [table]
+
+
+def test_the_rows_of_a_run_take_numbers_of_earlier_steps(tmp_path):
+    """They are inserted in order, and added to the row of their step."""
+    path = tmp_path / "metrics.jsonl"
+    writer = RunWriter(path, csv=tmp_path / "metrics.csv")
+    for step in (2, 4, 6):
+        writer.write_scalars(step, {"a": step})
+    writer.write_texts(6, {"text": "kept"})
+    for step in (4, 3, 1, 6):
+        writer.write_scalars(step, {"b": 1 / step})
+    writer.write_scalars(8, {"a": 8})
+    writer.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "b": 1.0},
+        {"step": 2, "a": 2},
+        {"step": 3, "b": 1 / 3},
+        {"step": 4, "a": 4, "b": 0.25},
+        {"step": 6, "a": 6, "text": "kept", "b": 1 / 6},
+        {"step": 8, "a": 8},
+    ]
+    assert (tmp_path / "metrics.csv").read_text().startswith("step,b,a\n1,1.0,\n2,,2\n3,")

@@ -147,6 +147,8 @@ class Event(NamedTuple):
       kind: `"train"`, or the name of the evaluation.
       processes: the processes that train, which are fewer once an elastic run has lost some.
       batch_share: which part of the rows of a step this process makes.
+      is_late: whether it is an evaluation of an earlier step, which another process has made. The
+        state is then that of the step at which its result arrived.
 
     >>> import stepfold as sf
     >>> sf.Event(100, None, {"eval/loss": 12.0}, state=None, kind="eval")
@@ -166,6 +168,7 @@ class Event(NamedTuple):
     hook_seconds: float = 0.0
     processes: Sequence[int] = ()
     batch_share: float | None = None
+    is_late: bool = False
 
     @property
     def is_train(self) -> bool:

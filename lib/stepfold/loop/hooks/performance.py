@@ -169,6 +169,8 @@ class stragglers(BaseHook):  # noqa: N801
         now = time.perf_counter()
         mark = np.array([event.step, event.data_wait_seconds, event.hook_seconds, now])
         before, self._mark = self._mark, mark
+        if event.is_late:
+            self._mark = before
         if before is None or not event.is_train or event.step <= before[0]:
             return None  # compiling, and evaluations
         self._sums += mark - before

@@ -90,7 +90,7 @@ class progress(BaseHook):  # noqa: N801
         if self._bar is None:
             self.open(event.step, event.total)
         self._pace.add(event)
-        self._step = event.step
+        self._step = self._step if event.is_late else event.step
         if event.is_train:
             keep = (1 - 1 / self._over) ** max(event.step - self._last_train_step, 1)
             self._last_train_step = event.step

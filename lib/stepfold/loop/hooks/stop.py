@@ -159,7 +159,8 @@ class stop_early(BaseHook):  # noqa: N801
     The hook has the `best` value of the current run (NaN before the first), its `best_step` (-1)
     and, with `keep_state`, the `best_state`: a copy on the host, or on the devices for arrays that
     are sharded over processes. To keep the best state on disk, use `sf.Checkpoints(best=metric)`.
-    `keep_state` does not take a train metric, since at a log point the state is of a later step.
+    `keep_state` does not take a train metric, since at a log point the state is of a later step,
+    nor an evaluation elsewhere.
     A resumed run continues to count, so one that was stopped ends at the next evaluation again. To
     let it continue, give a larger `patience`, or another `name`, the hook's key in a checkpoint.
 
@@ -206,6 +207,9 @@ class stop_early(BaseHook):  # noqa: N801
         is_better = math.isnan(self.best) or self._sign * (self.best - value) > self._min_delta
         if is_better and not math.isnan(value):
             self.best, self.best_step, self._num_worse = float(value), event.step, 0
+            if self._keep_state and event.is_late:
+                expected, advice = "an evaluation in this process", "use sf.Checkpoints(best=…)"
+                refuse("keep_state", expected, "one elsewhere, without its state", advice)
             if self._keep_state:
                 self.best_state = jax.tree.map(_copy_to_host, event.state)
             return None

@@ -95,7 +95,7 @@ class ReportWriter(BaseHook):
         self._try(self._write_info)
 
     def __call__(self, event: Event) -> None:
-        if self._attempt:
+        if self._attempt and not event.is_late:
             self._attempt["to"] = event.step
             self._sample(event.step, event.data_wait_seconds)
             if self._start is None and event.is_train and event.step > self._attempt["from"]:

@@ -84,6 +84,7 @@ class async_writer(Writer):  # noqa: N801
         _check_writer("writer", writer)
         self._writer, self._depth = writer, read_integer("depth", depth)
         self.shows_progress = bool(getattr(writer, "shows_progress", False))
+        self.takes_earlier_steps = bool(getattr(writer, "takes_earlier_steps", False))
         self._calls: deque[tuple[str, tuple[Any, ...], threading.Event]] = deque()
         self._errors: list[BaseException] = []
         self._thread: threading.Thread | None = None
@@ -174,7 +175,9 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
 
     When a run starts or resumes, the writer's `resume(step)` drops rows of later steps, so that
     each step is written once. `flush()` is called in another thread before a checkpoint commits,
-    so that the rows up to its step are durable; its errors are raised at the next event. At the
+    so that the rows up to its step are durable; its errors are raised at the next event. The
+    numbers of an evaluation that another process made are written at the step at which they arrive,
+    but in the `metrics.jsonl` of a run in the row of the step that was evaluated. At the
     end the writer is closed. With several processes only the first one writes. `fit(config=…)` is
     written as hyper-parameters. For images, texts and histograms, call `write_images`,
     `write_texts` and `write_histograms` of the same writer in a hook.
@@ -224,11 +227,12 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
         return files_of(self._writer)
 
     def reset(self, step: int) -> None:
-        self._multiple = step // self._every if self._every else 0
+        self._multiple, self._last = step // self._every if self._every else 0, step
         self._skipped: Event | None = None  # the last event, if it was not written
 
     def open(self, step: int, total: int | None) -> None:
         super().open(step, total)
+        self._last = step
         call_optional(self._active_writer(), "resume", step)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
@@ -243,8 +247,11 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
             is_due = self._multiple > previous or event.step == event.total
         self._skipped = None if is_due else event._replace(state=None, batch=None)
         if is_due:
+            is_early = event.is_late and not getattr(self._writer, "takes_earlier_steps", False)
+            self._last = max(self._last, event.step)
+            step = self._last if is_early else event.step
             with self._lock:
-                self._active_writer().write_scalars(event.step, event.metrics)
+                self._active_writer().write_scalars(step, event.metrics)
         _raise_first(self._errors)
 
     def end_run(self) -> None:

@@ -140,6 +140,38 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
             os.ftruncate(file, end)
 
 
+class RunWriter(jsonl_writer):
+    """Write the `metrics.jsonl` of a run, in which a row of an earlier step may come later."""
+
+    takes_earlier_steps = True
+
+    def _write_row(self, step: int | None, row: dict[str, Any]) -> None:
+        self._open()
+        last = self._pending[-1][0] if self._pending else self._last_step
+        if step is None or step >= last:
+            super()._write_row(step, row)
+        else:
+            self._write_pending()
+            self._insert(step, row)
+
+    def _insert(self, step: int, row: dict[str, Any]) -> None:
+        """Replace the file by one that has the row in its place."""
+        before, after = [], [{"step": step, **row}]
+        with _open_regular(self._path) as file:
+            for line in filter(bytes.strip, file):
+                number, known = _parse(self._path, line)
+                if number == step:
+                    after[0] = {"step": step, **known, **row}
+                elif number < step:
+                    before.append(line)
+                else:
+                    after.append({"step": number, **known})
+        lines = [*before, *(json.dumps(each).encode() + b"\n" for each in after)]
+        base.replace_file(self._path, b"".join(lines))
+        self._close_file()  # that of the former file
+        self._open()
+
+
 class csv_writer(jsonl_writer):  # noqa: N801
     r"""Write the numbers of each step as a row of a CSV file, with a column for each metric.
 

@@ -1,0 +1,77 @@
+"""`python -m stepfold evaluate script.py:make RUN_DIR`: evaluate the checkpoints of a run.
+
+def make():  # what sf.evaluate_run takes
+    state = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))
+    return state, sf.Evaluation(measure, test_batches)
+"""
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepfold.core.validation import spell_call, takes
+from stepfold.errors import ConfigError, StepfoldError, refuse
+from stepfold.loop.evaluator import follow_run
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; return 2 if an argument is wrong, 1 after another error."""
+    parser = argparse.ArgumentParser(
+        prog="python -m stepfold",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    text = "evaluate each checkpoint of a run as it appears, until the run ends"
+    evaluate = verbs.add_parser("evaluate", help=text, description=text)
+    text = "where to find make() -> (state, evaluations)"
+    evaluate.add_argument("function", metavar="script.py:make", help=text)
+    text = "a run_dir of fit, or the directory or URL of checkpoints"
+    evaluate.add_argument("run_dir", metavar="RUN_DIR", help=text)
+    text = "evaluate all steps, rather than the newest of those that wait"
+    evaluate.add_argument("--all", action="store_true", help=text)
+    text = "evaluate what is there, and do not wait for more"
+    evaluate.add_argument("--once", action="store_true", help=text)
+    text = "seconds without a new checkpoint after which to end"
+    evaluate.add_argument("--timeout", type=float, metavar="SECONDS", help=text)
+    options = parser.parse_args(arguments)
+    try:
+        _evaluate(options)
+    except KeyboardInterrupt:
+        return 130
+    except StepfoldError as error:
+        print(error, file=sys.stderr)  # noqa: T201  this is a command
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    path, _, name = options.function.rpartition(":")
+    if not path.endswith(".py") or not Path(path).is_file():
+        expected, advice = "script.py:make", "name a file and its function"
+        refuse("evaluate", expected, options.function, advice)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
+    make = runpy.run_path(path).get(name)
+    if not callable(make) or not takes(make, 0):
+        got = spell_call(make) if callable(make) else f"{make!r:.80}"
+        refuse(options.function, "a function without arguments", got)
+    made = make()
+    if not isinstance(made, tuple) or len(made) != 2:
+        refuse(options.function, "(state, evaluations) from it", f"{made!r:.80}")
+    results = follow_run(
+        options.run_dir,
+        *made,
+        steps="all" if options.all else "newest",
+        follow=not options.once,
+        timeout=options.timeout,
+    )
+    for step, metrics in results:
+        numbers = "  ".join(f"{name} {value:.5g}" for name, value in (metrics or {}).items())
+        text = "left out, since a newer step is there" if metrics is None else numbers
+        print(f"step {step}  {text}", flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,79 @@
+"""Results of evaluations that other processes make, next to the steps of a store.
+
+A result is a small note that is created once, as a whole: `evaluations/eval-20-0f3a….json`. It is
+named by the evaluation, the step and the identity of the checkpoint, a digest of the saved values.
+After a run went back, the results of the steps that are gone fit no checkpoint, and those of equal
+states still do.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
+
+from stepfold.checkpoint.manifest import DamageError
+
+FOLDER, LEASES = "evaluations", "evaluators"  # next to the steps
+_RUN = f"{FOLDER}/run.json"
+_NAME = re.compile(r"(.+)-(\d+)-([0-9a-f]{16})\.json")
+
+
+class Result(NamedTuple):
+    """A result, by what its name says."""
+
+    evaluation: str
+    step: int
+    identity: str
+
+    @property
+    def path(self) -> str:
+        return f"{FOLDER}/{quote(self.evaluation, safe='')}-{self.step}-{self.identity}.json"
+
+
+def find_results(store: Any) -> list[Result]:
+    """List the results, of steps that are gone too, in the order of their steps."""
+    matches = map(_NAME.fullmatch, store.list_notes(FOLDER))
+    found = [Result(unquote(m[1]), int(m[2]), m[3]) for m in matches if m is not None]
+    return sorted(found, key=lambda result: result.step)
+
+
+def read_result(store: Any, result: Result) -> dict[str, float] | None:
+    """Return the numbers of a result; None if it was deleted or damaged."""
+    note = None
+    with suppress(DamageError):
+        note = store.read_note(result.path)
+    if not isinstance(note, dict):
+        return None
+    return {name: float(value) for name, value in note.items() if type(value) in (int, float)}
+
+
+def add_result(store: Any, result: Result, metrics: Mapping[str, float]) -> bool:
+    """Write a result, unless another process has; return whether this one did."""
+    return bool(store.add_note(result.path, dict(metrics)))
+
+
+def metrics_in(store: Any, results: Sequence[Result], step: int, identity: str) -> dict[str, float]:
+    """Return the numbers of all evaluations of a checkpoint."""
+    own = [result for result in results if result[1:] == (step, identity)]
+    numbers = [read_result(store, result) or {} for result in own]
+    return {name: value for each in numbers for name, value in each.items()}
+
+
+def drop_results(store: Any) -> None:
+    """Delete the results of an earlier run whose checkpoints are gone."""
+    for name in store.list_notes(FOLDER):
+        store.delete_note(f"{FOLDER}/{name}")
+
+
+def read_run(store: Any) -> dict[str, Any]:
+    """Return what `write_run` wrote; empty without it."""
+    note = None
+    with suppress(DamageError):
+        note = store.read_note(_RUN)
+    return note if isinstance(note, dict) else {}
+
+
+def write_run(store: Any, names: Sequence[str], read: Sequence[Result], *, has_ended: bool) -> None:
+    """Say which evaluations a run awaits, which it has read, and whether it has ended."""
+    store.write_note(_RUN, {"names": [*names], "read": [*read], "has_ended": has_ended})

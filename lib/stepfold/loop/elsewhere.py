@@ -1,0 +1,207 @@
+"""The part of a run that reads the evaluations which another process makes of its checkpoints.
+
+`evaluator.py` is the other process. They meet in the notes next to the checkpoints, as
+`checkpoint/results.py` describes them: the run says which evaluations a checkpoint awaits, and the
+other process creates a result for each, once.
+"""
+
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from stepfold.checkpoint.claims import Leases
+from stepfold.checkpoint.results import (
+    LEASES,
+    Result,
+    find_results,
+    read_result,
+    read_run,
+    write_run,
+)
+from stepfold.checkpoint.series import Series
+from stepfold.checkpoint.store import complete_steps
+from stepfold.core.processes import agreement, broadcast_from_first
+from stepfold.errors import CheckpointError
+from stepfold.loop.fold import NO_VALUE, Alone
+from stepfold.loop.parts import Evaluate, Log
+from stepfold.loop.plan import Plan
+from stepfold.loop.run import Run
+
+_SHARE = 0.05  # the largest share of the time to spend on looking for results at log points
+_MANY = 10  # steps that wait for an evaluation, from which on a warning is due
+
+
+class Elsewhere:
+    """Read results at the next event, in the order of their steps, and show them to hooks.
+
+    A result counts if it is of a checkpoint of this run: of one that is there, or of one that was
+    there when its result was read before a resume. Several processes look for results where an
+    evaluation or a save is due, since all of them wait for the first one then.
+    """
+
+    name = "evaluations elsewhere"
+
+    def __init__(
+        self, evaluations: Sequence[Evaluate], series: Series, plan: Plan, log: Log, peers: Alone
+    ) -> None:
+        self._evaluations, self._series, self._plan = evaluations, series, plan
+        self._log, self._peers, self._store = log, peers, series.store
+        self._names = [each.evaluation.name for each in evaluations]
+        self._leases = Leases(series.store, LEASES)
+        self._known: list[Result] = []  # read, and of a checkpoint of this run
+        self._queue: list[Any] = []
+        self._looked_at: int | None = None  # the step
+        self._next_look = 0.0
+        self._has_warned = self._has_warned_of_many = False
+
+    def open(self, run: Run) -> None:
+        """Say what the run awaits, before its first step."""
+        self._note(run)
+        with agreement(f"{self._series.directory}: not opened", self._peers.group):
+            if jax.process_index() == 0:
+                known = [Result(*each) for each in read_run(self._store).get("read", [])]
+                # Later steps are done again.
+                self._known = [result for result in known if result.step <= run.step]
+                self._write(has_ended=False)
+
+    def end(self, run: Run) -> None:
+        """Say that the run has ended, so that other processes end too."""
+        self._note(run)
+        if jax.process_index() == 0:
+            self._write(has_ended=True)
+
+    def awaits(self, run: Run) -> list[str]:
+        """Return the evaluations that are due; at the end, as in `fit`, all of them."""
+        is_end = run.is_complete or (run.end is not None and not run.is_interrupted)
+        return [
+            name
+            for name, each in zip(self._names, self._evaluations, strict=True)
+            if is_end or each.is_scheduled(run)
+        ]
+
+    def next(self, run: Run) -> float:
+        return min(each.next(run) for each in self._evaluations)
+
+    def is_due(self, run: Run) -> bool:
+        if self._queue or run.step == self._looked_at:
+            return bool(self._queue)
+        return self._peers.is_alone or self._is_planned(run)
+
+    def __call__(self, run: Run) -> Run:
+        """Show hooks the next result, if there is one."""
+        if not self._queue and run.step != self._looked_at:
+            self._looked_at = run.step
+            is_late = time.monotonic() >= self._next_look
+            if is_late or self._is_planned(run) or run.end is not None:
+                self._queue = self._look(run)
+        return self._show_next(run)
+
+    def finish(self, run: Run) -> Run:
+        """Show the next result; wait for it if a live process is about to make it."""
+        pause = 0.02
+        while not self._queue:
+            is_over = self._is_over(run)  # asked first, or a result in between would be missed
+            self._queue = self._look(run)
+            if is_over or self._queue:
+                break
+            if self._peers.wait_for(time.sleep, pause) is NO_VALUE:
+                return self._peers.hear(run)
+            pause = min(2 * pause, 1.0)
+        return self._show_next(run)
+
+    def _is_planned(self, run: Run) -> bool:
+        return any(self._plan.is_due(item, run.step) for item in self._plan.recurring)
+
+    def _show_next(self, run: Run) -> Run:
+        if not self._queue or self._peers.error:
+            return run
+        name, step, metrics = self._queue.pop(0)
+        run = self._log.show(run, name, metrics, step)
+        self._note(run)
+        return run
+
+    def _note(self, run: Run) -> None:
+        self._series.evaluated = {name: run.evaluated.get(name, -1) for name in self._names}
+
+    def _write(self, *, has_ended: bool) -> None:
+        write_run(self._store, self._names, self._known, has_ended=has_ended)
+
+    def _look(self, run: Run) -> list[Any]:
+        """Return the results that hooks have not seen, the same in all processes."""
+        found, start = list[Any](), time.monotonic()
+        if jax.process_index() == 0:
+            try:
+                found = self._find(run)
+            except CheckpointError as error:  # such as a server that does not answer
+                if not self._has_warned:
+                    self._has_warned = True
+                    text = f"{error}; the run continues, and looks for evaluations again later"
+                    warnings.warn(text, RuntimeWarning, stacklevel=8)
+        now = time.monotonic()
+        self._next_look = now + (now - start) / _SHARE
+        return found if self._peers.is_alone else self._broadcast(found)
+
+    def _broadcast(self, values: list[Any]) -> list[Any]:
+        return broadcast_from_first(values, self._peers.group)
+
+    def _find(self, run: Run) -> list[Any]:
+        found, known = [], {*self._known}
+        for result in find_results(self._store):
+            name, step, identity = result
+            is_new = name in self._names and run.evaluated.get(name, -1) < step <= run.step
+            if is_new and (self._is_saved(step, identity) or result in known):
+                metrics = read_result(self._store, result)
+                if metrics is not None:
+                    found.append([name, step, metrics])
+                    self._known += [] if result in known else [result]
+        if len(self._known) > len(known):
+            self._write(has_ended=False)
+        self._warn_of_many(run)
+        return found
+
+    def _is_saved(self, step: int, identity: str) -> bool:
+        try:
+            return self._store.read_metadata(step).identity == identity
+        except CheckpointError:
+            return False
+
+    def _is_over(self, run: Run) -> bool:
+        """Whether no live process is about to evaluate a step for the run."""
+        is_over = True
+        if jax.process_index() == 0 and self._peers.signal is None:
+            try:
+                held = self._leases.held()
+                live = {name for lease in held for name in lease["names"]}
+                is_over = not live & self._awaited(run)
+            except CheckpointError:
+                is_over = True
+        return is_over if self._peers.is_alone else self._broadcast([is_over])[0]
+
+    def _awaited(self, run: Run) -> set[str]:
+        """Return the evaluations that a step awaits."""
+        complete = complete_steps(self._store, self._later_steps(run))
+        return {
+            name
+            for step, metadata in complete.items()
+            for name in metadata.awaits
+            if name in self._names and run.evaluated.get(name, -1) < step
+        }
+
+    def _later_steps(self, run: Run) -> list[int]:
+        """List the steps after the last one of which all results were read."""
+        last = min(run.evaluated.get(name, -1) for name in self._names)
+        return [step for step in self._store.steps() if step > last]
+
+    def _warn_of_many(self, run: Run) -> None:
+        """Warn once if no other process evaluates, since retention keeps all that waits."""
+        if not self._has_warned_of_many and len(steps := self._later_steps(run)) > _MANY:
+            self._has_warned_of_many = True
+            warnings.warn(
+                f"{self._series.directory}: {len(steps)} steps wait for {', '.join(self._names)} "
+                f"since step {steps[0]}, and are kept until then; start sf.evaluate_run",
+                RuntimeWarning,
+                stacklevel=8,
+            )

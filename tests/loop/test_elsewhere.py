@@ -1,0 +1,226 @@
+"""`fit` reads the evaluations that another process makes of its checkpoints."""
+
+import json
+import signal
+import threading
+import time
+import warnings
+
+import jax
+import pytest
+from tests import small
+
+import stepfold as sf
+from stepfold.checkpoint.claims import Lease
+from stepfold.checkpoint.results import LEASES
+from stepfold.checkpoint.store import DirectoryStore, open_store
+from stepfold.errors import CheckpointError
+
+STEPS = 12
+
+
+def evaluation(**options):
+    return sf.Evaluation(lambda state: {"step": float(state.step)}, **options)
+
+
+def fit(folder, hooks=(), **options):
+    options = {
+        "steps": STEPS,
+        "checkpoints": sf.Checkpoints(every=4, keep=1, async_=False),
+        "evaluation": evaluation(every=2, elsewhere=True),
+        "log_every": 1,
+    } | options
+    return sf.fit(
+        small.STEP, small.start(), small.batches(), run_dir=folder, hooks=hooks, **options
+    )
+
+
+def evaluate(folder, **options):
+    state = small.start()
+    like = jax.eval_shape(lambda: state)
+    options = {"steps": "all", "follow": False} | options
+    return sf.evaluate_run(folder, like, evaluation(), **options)
+
+
+class At:
+    """A hook that evaluates at some log points, and keeps the late events."""
+
+    can_stop = False
+
+    def __init__(self, folder, moments, **options):
+        self.folder, self.moments, self.options = folder, moments, options
+        self.late, self.saved, self.found = [], {}, []
+
+    def __call__(self, event):
+        if event.is_late:
+            self.late.append((event.step, int(event.state.step), event.metrics["eval/step"]))
+        if event.is_train:
+            self.saved[event.step] = sf.Checkpoints(self.folder / "checkpoints").steps()
+            if event.step in self.moments:
+                self.found.append(evaluate(self.folder, **self.options))
+
+
+def test_hooks_see_each_result_once_in_order_at_the_next_event(tmp_path):
+    hook = At(tmp_path, [7, 11])
+    run = fit(tmp_path, hook)
+    # Log points are read one step later.
+    assert hook.late == [(2, 8, 2.0), (4, 8, 4.0), (6, 8, 6.0), (8, 12, 8.0), (10, 12, 10.0)]
+    assert run.history["eval/step"] == [2.0, 4.0, 6.0, 8.0, 10.0]
+    assert run.history["eval/step"].steps == [2, 4, 6, 8, 10]
+
+
+def test_due_steps_are_saved_and_kept_until_their_result_is_read(tmp_path):
+    hook = At(tmp_path, [7])
+    fit(tmp_path, hook)
+    assert hook.saved[7] == [2, 4, 6]
+    assert hook.saved[9] == [6, 8]  # one of the schedule, and one for an evaluation, as `keep=1`
+    assert sf.Checkpoints(tmp_path / "checkpoints").steps()[-3:] == [8, 10, 12]
+
+
+def test_the_newest_result_lets_the_older_steps_go(tmp_path):
+    hook = At(tmp_path, [7], steps="newest")
+    run = fit(tmp_path, hook)
+    assert hook.found == [({6: {"eval/step": 6.0}}, [2, 4])]
+    assert run.history["eval/step"].steps == [6]
+    assert 2 not in hook.saved[9]
+
+
+def test_the_end_waits_for_a_live_process(tmp_path):
+    found = []
+    follow = lambda: found.append(evaluate(tmp_path, follow=True, timeout=60))
+    other = threading.Thread(target=follow)
+    other.start()
+    run = fit(tmp_path, lambda event: time.sleep(0.2 * (event.step == 3)))
+    other.join()
+    assert run.history["eval/step"].steps == [2, 4, 6, 8, 10, 12]
+    assert list(found[0].metrics) == [2, 4, 6, 8, 10, 12]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "eval/step" in row] == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_signal_ends_the_wait_for_a_live_process(tmp_path):
+    """The run is complete on disk by then."""
+    lease = Lease(open_store(tmp_path / "checkpoints", save=True), LEASES)
+    lease.hold({"names": ["eval"], "steps": []})
+    timer = threading.Timer(1.0, signal.raise_signal, (signal.SIGTERM,))
+    try:
+        with pytest.raises(SystemExit) as caught:
+            fit(tmp_path, lambda event: timer.start() if event.step == STEPS else None)
+        timer.join()
+    finally:
+        lease.release()
+    assert caught.value.result.steps == STEPS
+    with pytest.warns(UserWarning, match="nothing was trained"):
+        assert fit(tmp_path).stop_reason.kind == "already_completed"
+
+
+def test_a_result_after_the_end_is_read_by_the_next_call(tmp_path):
+    run = fit(tmp_path)
+    assert "eval/step" not in run.history
+    evaluate(tmp_path)
+    run = fit(tmp_path)
+    assert (run.stop_reason.kind, run.history["eval/step"].steps) == (
+        "completed", [2, 4, 6, 8, 10, 12]
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="nothing was trained"):
+        assert fit(tmp_path).stop_reason.kind == "already_completed"
+
+
+def test_late_results_can_stop_a_run(tmp_path):
+    hook = At(tmp_path, range(STEPS))
+    stop = sf.stop_early("eval/step", patience=2, mode="min")
+    run = fit(tmp_path, [hook, stop])
+    assert (run.stop_reason.kind, run.steps) == ("early_stop", 8)  # 4 and 6 are not below 2
+    assert (stop.best, stop.best_step) == (2.0, 2)
+    assert list(evaluate(tmp_path).metrics) == [8]  # the last evaluation of a run that stops
+
+
+def test_the_best_state_of_a_late_result_is_refused(tmp_path):
+    stop = sf.stop_early("eval/step", patience=2, mode="max", keep_state=True)
+    with pytest.raises(sf.ConfigError, match="keep_state: expected an evaluation in this process"):
+        fit(tmp_path, [At(tmp_path, [3]), stop])
+
+
+def test_other_writers_get_late_numbers_at_the_step_of_their_arrival(tmp_path):
+    writer = sf.jsonl_writer(tmp_path / "other.jsonl")
+    fit(tmp_path / "run", [At(tmp_path / "run", [7]), sf.log_to(writer)])
+    rows = [json.loads(line) for line in (tmp_path / "other.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "eval/step" in row] == [8]
+
+
+def test_it_needs_checkpoints(tmp_path):
+    with pytest.raises(
+        sf.ConfigError, match=r"eval: elsewhere=True: expected checkpoints=… to evaluate, got none"
+    ):
+        fit(tmp_path, checkpoints=None)
+
+
+def test_a_new_run_ignores_the_results_of_the_one_before(tmp_path):
+    """Its checkpoints were deleted; the states are the same, but the evaluation may differ."""
+    fit(tmp_path, At(tmp_path, [7]))
+    for step in sf.Checkpoints(tmp_path / "checkpoints").steps():
+        DirectoryStore(tmp_path / "checkpoints").delete(step)
+    with pytest.warns(UserWarning, match="its files are now in"):
+        assert "eval/step" not in fit(tmp_path).history
+
+
+def test_a_directory_that_cannot_be_read_does_not_end_the_run(tmp_path, monkeypatch):
+    def fails(store):
+        raise CheckpointError("no answer")
+
+    monkeypatch.setattr("stepfold.loop.elsewhere.find_results", fails)
+    with pytest.warns(RuntimeWarning, match="no answer; the run continues, and looks for"):
+        assert fit(tmp_path).steps == STEPS
+
+
+def test_many_steps_that_wait_cause_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr("stepfold.loop.elsewhere._MANY", 3)
+    with pytest.warns(RuntimeWarning, match="4 steps wait for eval since step 2, and are kept"):
+        fit(tmp_path)
+
+
+def test_an_evaluation_at_the_start_and_by_epoch(tmp_path):
+    item = evaluation(every_epochs=2, at_start=True, elsewhere=True)
+    fit(tmp_path, evaluation=item)
+    assert list(evaluate(tmp_path).metrics) == [0, 8, 12]
+
+
+def test_looking_for_results_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
+    looks = []
+
+    def find(store):
+        looks.append(time.sleep(0.02))
+        return []
+
+    monkeypatch.setattr("stepfold.loop.elsewhere.find_results", find)
+    item = evaluation(every=10, elsewhere=True)
+    fit(tmp_path, evaluation=item, steps=40, checkpoints=sf.Checkpoints())
+    assert 4 <= len(looks) < 15  # of 40 log points
+
+
+def test_no_warning_comes_if_the_ranking_metric_is_elsewhere(tmp_path):
+    checkpoints = sf.Checkpoints(best="eval/step", mode="min", async_=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(tmp_path, checkpoints=checkpoints)
+    evaluate(tmp_path)
+    assert checkpoints.open(tmp_path / "checkpoints").best_step() == 2
+
+
+def test_a_result_counts_after_its_checkpoint_was_deleted_and_the_run_went_back(tmp_path):
+    """The checkpoint that the run goes back to is older than the look for the result."""
+    hook, left = At(tmp_path, [7]), [9]
+
+    def goes_back(event):
+        if event.is_train and [event.step] == left:
+            left.clear()
+            assert sf.Checkpoints(tmp_path / "checkpoints").steps()[:2] == [4, 6]
+            return sf.GoBack(skip=(5, 6))
+        return None
+
+    item = evaluation(every=1, elsewhere=True)
+    checkpoints = sf.Checkpoints(every=4, keep=2, async_=False)
+    run = fit(tmp_path, [hook, goes_back], evaluation=item, checkpoints=checkpoints)
+    late = [step for step, *_ in hook.late]
+    assert (run.resumed, late) == (4, [1, 2, 3, 4, 5, 6, 1, 2, 3, 5, 6])  # 4 is not late then
+    assert run.history["eval/step"].steps == [1, 2, 3, 4, 5, 6]
