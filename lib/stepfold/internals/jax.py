@@ -7,8 +7,9 @@ the primitives that `inspect/flops.py` counts, and the HLO that `inspect/collect
 
 import hashlib
 import sysconfig
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -119,6 +120,83 @@ def _hashable(value: Any) -> Any:
     if isinstance(value, set):
         return frozenset(value)
     return tuple(value) if isinstance(value, list) else value
+
+
+@contextmanager
+def compilation_cache(directory: Path | None, min_seconds: float) -> Iterator[None]:
+    """Keep the programs that a block compiles in a directory; a no-op if jax has a cache already.
+
+    Programs that compile in less time are not kept, unless the user has changed jax's threshold.
+    """
+    settings: Any = jax.config
+    is_off = not settings.jax_enable_compilation_cache
+    if directory is None or is_off or settings.jax_compilation_cache_dir:
+        yield
+        return
+    from jax.experimental.compilation_cache.compilation_cache import (
+        reset_cache,  # lazy: rarely used
+    )
+
+    changed: dict[str, Any] = {"jax_compilation_cache_dir": str(directory)}
+    if settings.jax_persistent_cache_min_compile_time_secs == _JAX_MIN_SECONDS:
+        changed["jax_persistent_cache_min_compile_time_secs"] = min_seconds
+    before = {name: getattr(settings, name) for name in changed}
+    try:
+        reset_cache()  # jax reads the directory once
+        for name, value in changed.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        reset_cache()
+
+
+_JAX_MIN_SECONDS = 1.0
+
+
+@contextmanager
+def watch_compilations(note: Callable[..., None]) -> Iterator[None]:
+    """Call `note(seconds, was_loaded=…)` for each program that a block compiles or loads.
+
+    The names of jax's events are not documented. If one changes, the report of a run lacks them.
+    """
+    hit = threading.local()
+
+    def on_event(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            hit.is_last = True
+
+    def on_duration(event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            was_loaded, hit.is_last = getattr(hit, "is_last", False), False
+            note(duration_secs, was_loaded=was_loaded)
+
+    jax.monitoring.register_event_listener(on_event)
+    jax.monitoring.register_event_duration_secs_listener(on_duration)
+    try:
+        yield
+    finally:
+        with suppress(ValueError, AssertionError):  # another library has cleared all listeners
+            jax.monitoring.unregister_event_listener(on_event)
+            jax.monitoring.unregister_event_duration_listener(on_duration)
+
+
+def is_readable_program(content: bytes) -> bool:
+    """Whether an entry of the compilation cache is complete.
+
+    Without jax's function that reads it, all are. jax then warns of one that it cannot read, and
+    compiles.
+    """
+    try:
+        from jax._src.compilation_cache import decompress_executable
+    except ImportError:
+        return True
+    try:
+        decompress_executable(content)
+    except Exception:  # noqa: BLE001  of zlib or zstd
+        return False
+    return True
 
 
 def without_dead_code(jaxpr: Any) -> Any:

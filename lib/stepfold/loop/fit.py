@@ -41,7 +41,7 @@ from stepfold.loop.recovery import (
     needs_all,
     open_series,
     read_step,
-    show_resume,
+    show_start,
     start_or_resume,
     tell_spares,
 )
@@ -71,6 +71,7 @@ def fit(
     resume: bool | Sequence[str] = True,
     steps_per_call: int = 1,
     time_limit: float | None = None,
+    compilation_cache: bool = True,
 ) -> "FitResult":
     """Train: fold batches into a state, log, evaluate, and save checkpoints.
 
@@ -127,6 +128,9 @@ def fit(
         to rounding: XLA may fuse the operations of a step differently in a loop.
       time_limit: the number of seconds after which to stop, checked at log points and after
         evaluations.
+      compilation_cache: whether jax's compilation cache is kept in `run_dir/compiled` during the
+        run, at most 1 GiB, so that a restart loads its programs. A cache that the user configured,
+        by `jax_compilation_cache_dir`, is used in its place. Whoever may write there can run code.
 
     Returns:
       The state, the history of metrics, and why the run stopped.
@@ -169,7 +173,9 @@ def fit(
     live = None if segments is None else segments.live
     with ExitStack() as unless_opened:  # an argument may be refused
         with needs_all():
-            directory = RunDirectory(run_dir, upload, has_writer=has_writer, group=live)
+            directory = RunDirectory(
+                run_dir, upload, has_writer=has_writer, has_cache=compilation_cache, group=live
+            )
             series = open_series(checkpoints, directory, live)
             if series is not None:
                 unless_opened.callback(series.close)
@@ -194,7 +200,7 @@ def fit(
     del state, describe  # so that a restored state can take the memory
     with _attach_result(session), needs_all(), _opened(session, directory, segments):
         was_complete = start_or_resume(session, directory, segments, more_steps, resume)
-        show_resume(session, directory.path)
+        show_start(session, directory)
         with report_failed_peer():  # `fold_to_the_end` catches the deaths of processes
             fold_to_the_end(session, directory, segments, more_steps)
         _take_capsule(session, directory)

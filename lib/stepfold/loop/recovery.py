@@ -97,13 +97,19 @@ def start_or_resume(
     return was_complete
 
 
-def show_resume(session: Session, run_dir: Any) -> None:
-    """Let hooks that show progress say from where the run resumes."""
-    step, series = session.run.resumed, session.series
+def show_start(session: Session, directory: RunDirectory) -> None:
+    """Let hooks that show progress say from where the run resumes, and what it compiles."""
+    step, series, programs = session.run.resumed, session.series, directory.programs
+    hooks = [hook for hook in session.hooks.hooks if isinstance(hook, progress)]
+
+    def show(line: str) -> None:
+        for hook in hooks:
+            hook.show(line)
+
+    programs.show = show
+    session.runner.on_compile = programs.note_step
     if step is not None and series is not None:
-        for hook in session.hooks.hooks:
-            if isinstance(hook, progress):
-                hook.show_resume(step, run_dir or series.directory)
+        show(f"resuming from step {step} of {directory.path or series.directory}")
 
 
 def fold_to_the_end(

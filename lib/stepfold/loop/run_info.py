@@ -218,6 +218,11 @@ _ATTEMPT = {
     "parts?": [(str, _is_number)],
     "saves?": is_count,
     "config_changes?": _are_changes,
+    "compiled?": {
+        **{name: {"count": is_count, "seconds": _is_number} for name in ("loaded", "new")},
+        "steps": [{}],
+        "reasons": [str],
+    },
 }
 _LOSS = {
     **dict.fromkeys(("lost", "source"), str),
