@@ -367,6 +367,9 @@ def strengthen(state: Any) -> Any:
 
 def is_available(state: Any) -> bool:
     """Wait for a state, and return whether it exists: not donated, and its step succeeded."""
+    leaves: list[Any] = jax.tree.leaves(state)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return False
     try:
         jax.block_until_ready(state)
     except RuntimeError:

@@ -205,7 +205,7 @@ def without_dead_code(jaxpr: Any) -> Any:
     Without it, `describe` counts products whose results are unused, and a replay may name an
     operation that does not matter.
     """
-    return _eliminate_dead_code(jaxpr, instantiate=True)[0]
+    return _eliminate_dead_code(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def used_inputs(jaxpr: Any) -> list[bool]:
@@ -213,16 +213,58 @@ def used_inputs(jaxpr: Any) -> list[bool]:
 
     Without it, all: `make_train_step` does not warn of a mask that the loss ignores.
     """
-    return [*_eliminate_dead_code(jaxpr)[1]]
+    return [*_eliminate_dead_code(jaxpr, [True] * len(jaxpr.outvars))[1]]
 
 
-def _eliminate_dead_code(jaxpr: Any, **options: Any) -> tuple[Any, Any]:
+def evaluate_outputs(closed_jaxpr: Any, wanted: Sequence[bool]) -> list[Any]:
+    """Compute some outputs of a jaxpr without inputs, and only what they depend on.
+
+    Without jax's function that finds that out, all of it is computed.
+    """
+    jaxpr, _ = _eliminate_dead_code(closed_jaxpr.jaxpr, [*wanted])
+    outputs = jax.core.eval_jaxpr(jaxpr, closed_jaxpr.consts)
+    if len(outputs) == len(wanted):
+        return [output for output, is_one in zip(outputs, wanted, strict=True) if is_one]
+    return list(outputs)
+
+
+def _eliminate_dead_code(jaxpr: Any, used: list[bool], **options: Any) -> tuple[Any, Any]:
     try:
         from jax.interpreters import partial_eval
 
-        return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), **options)
+        return partial_eval.dce_jaxpr(jaxpr, used, **options)
     except (ImportError, AttributeError, TypeError):
         return jaxpr, [True] * len(jaxpr.invars)
+
+
+def output_shardings(closed_jaxpr: Any) -> list[Any]:
+    """Return where the outputs of a jaxpr are placed, as far as its equations say; others are None.
+
+    The parameters of jax's primitives are not documented. If one changes, `fit` refuses a state on
+    a mesh that is given as a function.
+    """
+    jaxpr = closed_jaxpr.jaxpr
+    origins = {
+        id(output): (equation, index)
+        for equation in jaxpr.eqns
+        for index, output in enumerate(equation.outvars)
+    }
+
+    def find(output: Any) -> Any:
+        equation, index = origins.get(id(output), (None, 0))
+        if equation is None:
+            return None
+        params = equation.params
+        if (inner := params.get("jaxpr")) is not None and hasattr(inner, "jaxpr"):
+            sharding = (params.get("out_shardings") or [None] * len(equation.outvars))[index]
+            is_known = isinstance(sharding, jax.sharding.Sharding)
+            return sharding if is_known else output_shardings(inner)[index]
+        sharding = params.get("sharding", (params.get("devices") or [None] * (index + 1))[index])
+        if isinstance(sharding, jax.Device):
+            return jax.sharding.SingleDeviceSharding(sharding)
+        return sharding if isinstance(sharding, jax.sharding.Sharding) else None
+
+    return [find(output) for output in jaxpr.outvars]
 
 
 def user_frame(equation: Any, *, default: bool = False) -> Any:

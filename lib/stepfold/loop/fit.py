@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from stepfold.checkpoint.series import Checkpoints
 from stepfold.core.processes import report_failed_peer
-from stepfold.core.state import check_not_donated, is_available, step_of, strengthen
+from stepfold.core.state import is_available
 from stepfold.loop.arguments import (
     WatchedMetrics,
     check_batches,
@@ -33,6 +33,7 @@ from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import Hook, HookDispatcher, Stop, call_optional, may_stop
 from stepfold.loop.hooks.progress import DefaultProgress
 from stepfold.loop.hooks.stop import Nonfinite
+from stepfold.loop.initial_state import InitialState
 from stepfold.loop.metrics import History
 from stepfold.loop.patience import end_if_stuck
 from stepfold.loop.recovery import (
@@ -89,7 +90,9 @@ def fit(
     Args:
       step: a `StepFn`. It is compiled before the first step, once for each batch size. A jitted or
         compiled one is used as it is. With `Elastic`, the run continues if a process dies.
-      state: the initial state. It is donated to the step: do not use it again.
+      state: the initial state. It is donated to the step: do not use it again. Or a function that
+        makes it, such as `lambda: sf.init_state(…)`, so that a restart is faster: it is only traced
+        if there is a checkpoint to resume from. An abstract state, with shardings, can only resume.
       batches: any iterable of batches. With `get_state` and `set_state`, as `sf.batches` has, it
         can be resumed. Batches that depend on the parameters have a method `read_state`: it gets
         the state before each pull, and may use it until the pull returns.
@@ -150,9 +153,12 @@ def fit(
     >>> result.steps, str(result.stop_reason), result.history["train/loss"].steps
     (20, 'all 20 steps were done', [10, 20])
     """
-    evaluations = check_evaluations(evaluation, state)
     restored_parts = check_resume(resume)
-    (step, state, segments), user_hooks = read_step(step, state), check_hooks(hooks)
+    may_resume = checkpoints is not None and restored_parts is None
+    is_elastic = isinstance(step, Elastic)
+    initial = InitialState.read(state, may_resume=may_resume, is_elastic=is_elastic)
+    evaluations = check_evaluations(evaluation, initial.state)
+    (step, initial, segments), user_hooks = read_step(step, initial), check_hooks(hooks)
     user_parts, user_hooks = split_parts(user_hooks)
     check_kinds(user_hooks, evaluations)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
@@ -165,8 +171,6 @@ def fit(
     check_batches(feed, evaluations, steps_per_call)
     check_end(feed, [*lengths.values(), time_limit], user_hooks)
     watched = WatchedMetrics(user_hooks, checkpoints, evaluations)
-    check_not_donated(state)
-    state = strengthen(state)
     check_resumable(checkpoints, feed, all_hooks)
 
     has_writer = any(getattr(hook, "writes_metrics", False) for hook in user_hooks)
@@ -182,22 +186,22 @@ def fit(
         arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
         arguments |= {"steps_per_call": steps_per_call, "upload": upload}
         describe = partial(
-            run_metadata, state, batches, arguments, evaluations, checkpoints, config
+            run_metadata, initial.state, batches, arguments, evaluations, checkpoints, config
         )
         all_hooks += directory.make_hooks(all_hooks, describe, series)
         session = Session(
             runner,
-            state,
+            initial,
             feed,
             _make_dispatcher(all_hooks, user_hooks, directory, config, watched),
             series,
             make_peers(segments),
             Options(evaluations, log_every, directory.metrics_path is None, restored_parts),
-            total=step_of(state) + more if (more := more_steps or feed.total) else steps,
+            total=initial.step + more if (more := more_steps or feed.total) else steps,
         )
         unless_opened.pop_all()
     session.user_parts, session.parts = user_parts, [directory]
-    del state, describe  # so that a restored state can take the memory
+    del state, initial, describe  # so that a restored state can take the memory
     with _attach_result(session), needs_all(), _opened(session, directory, segments):
         was_complete = start_or_resume(session, directory, segments, more_steps, resume)
         show_start(session, directory)

@@ -19,7 +19,7 @@ from stepfold.loop.hooks.base import Hook, Stop, Stopwatch
 from stepfold.loop.programs import Programs
 from stepfold.loop.report.report_writer import ReportWriter
 from stepfold.loop.run import Run
-from stepfold.loop.run_info import config_changes, move_previous_run, read_run_info
+from stepfold.loop.run_info import config_changes, move_previous_run, read_key, read_run_info
 from stepfold.loop.session import Session
 from stepfold.loop.upload import Upload
 from stepfold.loop.writers.combinators import async_writer, log_to
@@ -128,6 +128,7 @@ class RunDirectory:
     def start(self, session: Session) -> None:
         """Start a run that does not resume; move the files of an earlier run aside."""
         self(session.run)
+        self._note_key(session.run)
         with agreement(f"run_dir: {self.path}: not opened", session.peers.group):
             if self.path is not None and jax.process_index() == 0:
                 move_previous_run(self.path, session.run.step, stacklevel=5)  # at the call of fit
@@ -139,6 +140,7 @@ class RunDirectory:
         logged again. `losses` says what the deaths of processes have cost.
         """
         self(session.run)
+        self._note_key(session.run)
         before = self._read_previous()
         if losses := [*before, *(loss for loss in losses if loss not in before)]:
             self._metadata["losses"] = losses
@@ -146,6 +148,11 @@ class RunDirectory:
             self._metadata["rollbacks"] = session.rollbacks.as_json()
         with agreement(f"run_dir: {self.path}: not opened", session.peers.group):
             self._continue_metrics(session.run)
+
+    def _note_key(self, run: Run) -> None:
+        """Note the key of the state, which is not known before if that was given as a function."""
+        if (seeds := self._metadata.get("seed")) and seeds["key"] is None:
+            self._metadata["seed"] = {**seeds, "key": read_key(run.state)}
 
     def _read_previous(self) -> list[Any]:
         """Warn of changes of the config since the previous attempt; return the losses before."""
