@@ -35,7 +35,7 @@ from stepfold.loop.hooks.progress import DefaultProgress
 from stepfold.loop.hooks.stop import Nonfinite
 from stepfold.loop.initial_state import InitialState
 from stepfold.loop.metrics import History
-from stepfold.loop.patience import end_if_stuck
+from stepfold.loop.patience import end_all_if_stuck, end_if_stuck
 from stepfold.loop.recovery import (
     fold_to_the_end,
     make_peers,
@@ -72,6 +72,7 @@ def fit(
     resume: bool | Sequence[str] = True,
     steps_per_call: int = 1,
     time_limit: float | None = None,
+    patience: float | None = 1800.0,
     compilation_cache: bool = True,
 ) -> "FitResult":
     """Train: fold batches into a state, log, evaluate, and save checkpoints.
@@ -131,6 +132,11 @@ def fit(
         to rounding: XLA may fuse the operations of a step differently in a loop.
       time_limit: the number of seconds after which to stop, checked at log points and after
         evaluations.
+      patience: with several processes, the seconds without progress, in addition to the heartbeat,
+        after which one is stuck: it is alive, and the others wait for it. All then print its
+        number, host, step and stacks, and exit with code 1. Choose more than a step takes, and than
+        a batch, a hook or a save takes longer in one process than in the others. None waits
+        forever. `Elastic` has its own.
       compilation_cache: whether jax's compilation cache is kept in `run_dir/compiled` during the
         run, at most 1 GiB, so that a restart loads its programs. A cache that the user configured,
         by `jax_compilation_cache_dir`, is used in its place. Whoever may write there can run code.
@@ -162,7 +168,7 @@ def fit(
     user_parts, user_hooks = split_parts(user_hooks)
     check_kinds(user_hooks, evaluations)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
-    runner = check_numbers(step, lengths, log_every, steps_per_call)
+    runner = check_numbers(step, lengths, log_every, steps_per_call, patience)
     check_checkpoints(checkpoints)
     config = read_config(config)
     all_hooks = with_default_hooks(user_hooks, time_limit)
@@ -202,7 +208,7 @@ def fit(
         unless_opened.pop_all()
     session.user_parts, session.parts = user_parts, [directory]
     del state, initial, describe  # so that a restored state can take the memory
-    with _attach_result(session), needs_all(), _opened(session, directory, segments):
+    with _attach_result(session), needs_all(), _opened(session, directory, segments, patience):
         was_complete = start_or_resume(session, directory, segments, more_steps, resume)
         show_start(session, directory)
         with report_failed_peer():  # `fold_to_the_end` catches the deaths of processes
@@ -272,7 +278,9 @@ def _make_dispatcher(
 
 
 @contextmanager
-def _opened(session: Session, directory: RunDirectory, segments: Segments | None) -> Iterator[None]:
+def _opened(
+    session: Session, directory: RunDirectory, segments: Segments | None, patience: float | None
+) -> Iterator[None]:
     """Open what belongs to the run, and close it in reverse order, however the run ends."""
     series, peers, hooks = session.series, session.peers, session.hooks.hooks
     with ExitStack() as stack:
@@ -293,6 +301,8 @@ def _opened(session: Session, directory: RunDirectory, segments: Segments | None
             patience, leave_behind = segments.elastic.patience, segments.elastic.leave_behind
             get_group = lambda: segments.group
             stack.enter_context(end_if_stuck(get_group, patience, hooks, leave_behind=leave_behind))
+        else:
+            stack.enter_context(end_all_if_stuck(peers.position, patience, hooks))
         yield
 
 

@@ -101,7 +101,7 @@ class Session:
             mark = self.feed.mark(self.run.step, self.run.batches_used)
             self.run = self.run._replace(hooks=hooks.get_state(), marks=(mark,))
             # Each run is the one of this session until the next one.
-            for self.run in fold(self.run, self.runner, self.feed, parts, peers):  # noqa: B020
+            for self.run in fold(self.run, peers.watch_step(self.runner), self.feed, parts, peers):  # noqa: B020
                 pass
             for self.run in ending(self.run):  # noqa: B020
                 pass
