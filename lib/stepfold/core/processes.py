@@ -56,6 +56,7 @@ class Position:
     """
 
     BATCH: ClassVar[str] = "its next batch"
+    OTHERS: ClassVar[str] = "the wait for the batches of the others"
     DEVICES: ClassVar[str] = "the wait for its devices"
     RESTORE: ClassVar[str] = "a restore"
 

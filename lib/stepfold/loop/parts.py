@@ -204,6 +204,7 @@ class Evaluate:
         with self._hooks.stopwatch.measure(self.name):
             group, position = self._peers.group, self._peers.position
             metrics = self._peers.wait_for(self._evaluation, run.state, group, position)
+        self._peers.move("hooks", run.step)
         self._peers.meet(run)
         if metrics is NO_VALUE:  # a signal came
             return self._peers.hear(run)

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +32,7 @@ from stepfold.core.processes import Group, KeyValues, Position, spell_processes
 from stepfold.errors import PeerTimeoutError, StepfoldError, refuse
 from stepfold.loop.hooks.stop import watchdog
 
+_IN_STEPS = (Position.BATCH, Position.OTHERS, Position.DEVICES)
 _HEARTBEAT = 100  # seconds, jax's default
 _FOUND_SECONDS = 5.0  # the most between two looks whether one is stuck
 _STACK_SECONDS = 0.1  # the same, for its stacks
@@ -59,7 +60,7 @@ def find_stuck(seen: Mapping[int, Seen]) -> list[int]:
     behind = [process for process, each in seen.items() if each[:2] == first]
     if not all(seen[process].has_run for process in behind):
         return []
-    in_steps = all(seen[p].doing in (Position.BATCH, Position.DEVICES) for p in behind)
+    in_steps = all(seen[p].doing in _IN_STEPS for p in behind)
     return behind if len(behind) < len(seen) or in_steps else []
 
 
@@ -77,8 +78,8 @@ def end_all_if_stuck(
     watch = _WatchAll(group, patience, owns_timer=not has_timer)
     try:
         yield
-    except PeerTimeoutError as error:
-        watch.accuse(error.processes)
+    except Exception as error:
+        watch.explain(error)
         raise
     finally:
         watch.close()
@@ -251,17 +252,16 @@ class _WatchAll(_Watch):
             lambda: group, patience, leave_behind=False, folder=folder, owns_timer=owns_timer
         )
 
-    def accuse(self, processes: Sequence[int]) -> None:
-        """Ask processes that do not answer for their stacks, and print them; they then end."""
+    def explain(self, error: Exception) -> None:
+        """Print the stacks of stuck processes, which then end, if that is why this one fails."""
         self._is_over.set()  # this one ends by its exception
-        for process in processes:
-            at = self._seen.get(process)
-            text = (
-                f"stuck on {at.host}, last seen at step {at.step} in {at.doing}" if at else "late"
-            )
-            self._values.set(f"{self._folder}found/{process}", text)
-            self._say(f"process {process} is {text}; it ends")
-        self._print_stacks(processes)
+        with suppress(RuntimeError):  # the service has ended
+            for process in error.processes if isinstance(error, PeerTimeoutError) else ():
+                at = self._seen.get(process)
+                text = "late" if at is None else _spell(at)
+                self._values.set(f"{self._folder}found/{process}", text)
+            if found := self._found_by_any():
+                self._show(found)
 
     @property
     def _values(self) -> KeyValues:
@@ -271,8 +271,8 @@ class _WatchAll(_Watch):
         """Publish the own position and read all, until one process has found that one is stuck."""
         pause, read_at = min(self._patience / 10, _FOUND_SECONDS), -math.inf
         while not self._is_over.wait(pause):
-            if found := self._values.get(f"{self._folder}found"):
-                self._end_all({int(process): text for process, text in found.items()})
+            if found := self._found_by_any():
+                self._end_all(found)
                 return
             if time.monotonic() - read_at >= self._patience / 10:
                 read_at = time.monotonic()
@@ -291,19 +291,26 @@ class _WatchAll(_Watch):
             text = f"{_spell(at)}, without progress for {seconds:.0f} s"
             self._values.set(f"{self._folder}found/{process}", text)
 
+    def _found_by_any(self) -> dict[int, str]:
+        found = self._values.get(f"{self._folder}found")
+        return {int(process): text for process, text in sorted(found.items())}
+
     def _end_all(self, found: Mapping[int, str]) -> None:
-        for process, text in sorted(found.items()):
-            self._say(f"process {process} is {text}; all end, as patience of fit says")
         if self._me in found:
             self._values.set(f"{self._folder}stacks/{self._me}", _dump_stacks())
-        self._print_stacks([process for process in found if process != self._me])
-        self._values.set(f"{self._folder}ended/{self._me}", True)
-        if self._me == 0:  # which all others ask
-            others, until = set(map(str, self._group.processes)) - {"0"}, self._deadline()
-            while others - {*self._values.get(f"{self._folder}ended")} and time.monotonic() < until:
-                time.sleep(_STACK_SECONDS)
+        self._show(found)
+        # The first that ends fails the collectives of the others, and process 0 answers them.
+        others, until = {str(process) for process in self._group.processes}, self._deadline()
+        while others - {*self._values.get(f"{self._folder}shown")} and time.monotonic() < until:
+            time.sleep(_STACK_SECONDS)
         self._is_stuck = True  # so that the other thread does not restart the timer
-        self._end_after(0.01)
+        self._end_after(10 * _STACK_SECONDS if self._me == 0 else _STACK_SECONDS)
+
+    def _show(self, found: Mapping[int, str]) -> None:
+        for process, text in found.items():
+            self._say(f"process {process} is {text}; all end, as patience of fit says")
+        self._print_stacks([process for process in found if process != self._me])
+        self._values.set(f"{self._folder}shown/{self._me}", True)
 
     def _print_stacks(self, processes: Sequence[int]) -> None:
         """Print the stacks of stuck processes, once they have them; one may hold the GIL."""

@@ -119,6 +119,7 @@ class Several(Alone):
 
     def _agree_on_batches(self, run: Run, batches: list[Any]) -> tuple[Run, list[Any]]:
         """Keep as many batches as all processes have, so that all stop at the same step."""
+        self.move(Position.OTHERS, run.step)
         if run.step == run.first_step:  # a process may be minutes late
             KeyValues("fit", self.group).gather(None, "a first batch")
         run, counts = self._settle(run, len(batches))
