@@ -5,6 +5,7 @@ tell it from a bug. Each subclass also derives from the built-in exception that 
 generic handlers catch it. `refuse` raises most of them, so that their messages read alike.
 """
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from stepfold.tree import describe_value
@@ -110,10 +111,17 @@ class RetraceError(StepfoldError, TypeError):
 class PeerTimeoutError(StepfoldError, TimeoutError):
     """Raised if another process does not answer within `start_distributed(timeout=…)`.
 
+    Attributes:
+      processes: those that did not answer.
+
     >>> import stepfold as sf
     >>> issubclass(sf.PeerTimeoutError, TimeoutError)
     True
     """
+
+    def __init__(self, message: str, processes: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.processes = tuple(processes)
 
 
 def refuse(

@@ -16,8 +16,11 @@ from stepfold.internals.jax import (
     can_run,
     compilation_key,
     enable_recoverability,
+    evaluate_outputs,
+    is_readable_program,
     is_recoverable,
     live_processes,
+    output_shardings,
     thread_contexts,
     used_inputs,
     user_frame,
@@ -177,3 +180,34 @@ def test_a_context_that_jax_lacks_is_not_entered(monkeypatch):
     assert thread_contexts() == {"enable_x64": False}
     with sf.prefetch([np.arange(2)]) as stream:
         assert [batch.tolist() for batch in stream] == [[0, 1]]
+
+
+# States that are given as functions
+
+
+def test_some_outputs_are_computed_without_the_others(monkeypatch):
+    jaxpr = jax.make_jaxpr(lambda: (jnp.ones(3) * 2, jnp.int32(7), jnp.zeros(2)))()
+    wanted = [False, True, True]
+    for _ in range(2):
+        seven, zeros = evaluate_outputs(jaxpr, wanted)
+        assert int(seven) == 7
+        np.testing.assert_array_equal(zeros, np.zeros(2))
+        monkeypatch.delattr("jax.interpreters.partial_eval.dce_jaxpr", raising=False)
+
+
+def test_placements_are_found_in_equations_that_jit_and_device_put_make():
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    place = lambda x: jax.device_put(x, sharding)
+
+    def function():
+        made = jax.jit(jnp.ones, static_argnums=0, out_shardings=sharding)(3)
+        return made, place(jnp.ones(2)), jax.jit(place)(jnp.ones(2)), jnp.ones(2), made + 1
+
+    expected = [sharding, sharding, sharding, None, None]
+    assert output_shardings(jax.make_jaxpr(function)()) == expected
+
+
+def test_an_entry_of_the_compilation_cache_is_complete_if_jax_cannot_tell(monkeypatch):
+    assert not is_readable_program(b"neither zlib nor zstd")
+    monkeypatch.delattr("jax._src.compilation_cache.decompress_executable")
+    assert is_readable_program(b"neither zlib nor zstd")

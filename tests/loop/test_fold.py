@@ -42,7 +42,7 @@ class EveryThird:
 def runs(part, *, total=None, steps_per_call=1):
     feed = BatchFeed(BATCHES, steps_per_call=steps_per_call)
     step = lambda state, batches: (state + sum(float(b["x"][0]) for b in batches), len(batches))
-    return fold(Run.start(0.0, 0, 0, total), step, feed, [part], Alone())
+    return fold(Run.start(0.0, 0, 0, total, {}), step, feed, [part], Alone())
 
 
 def test_a_run_is_folded_until_its_batches_end():
@@ -91,7 +91,7 @@ def test_an_exception_leaves_the_run_before_the_part_and_earlier_runs_as_they_we
 
 
 def test_a_note_is_of_its_step():
-    run = Run.start(0.0, 3, 3, 20).note("halved").note("weights of a mixture", "weights")
+    run = Run.start(0.0, 3, 3, 20, {}).note("halved").note("weights of a mixture", "weights")
     assert run.has_note()
     assert run.has_note("halved")
     assert run.has_note("weights of a mixture", "weights")
@@ -101,7 +101,7 @@ def test_a_note_is_of_its_step():
 
 
 def test_a_step_changes_the_fields_that_it_names():
-    run = Run.start(0.0, 3, 3, 20).note("rates halved")
+    run = Run.start(0.0, 3, 3, 20, {}).note("rates halved")
     after = run.after(1.0, {"loss": 2.0}, BATCHES[:2])
     changed = {
         name: value for name, value in after._asdict().items() if getattr(run, name) != value
@@ -113,13 +113,13 @@ def test_a_step_changes_the_fields_that_it_names():
 
 
 def test_a_run_is_the_same_after_a_checkpoint():
-    run = Run.start(start(), 0, 0, 20)._replace(
+    run = Run.start(start(), 0, 0, 20, {})._replace(
         step=7, batches_used=7, last_metrics={"train/loss": 1.0}, logged=5
     )
     run = run.log(7, {"train/loss": 0.5}).note("rates halved")
     run = run.ask(Request(Kind.STOP, 9, sf.Stop("hook", "enough"), by_hook=True))
     saved = run.to_checkpoint()
-    again = Run.start(start(), 0, 0, 20).from_checkpoint(saved, run.state, 7)
+    again = Run.start(start(), 0, 0, 20, {}).from_checkpoint(saved, run.state, 7)
     assert again.to_checkpoint() == {**saved, "total": 20}
     assert again.requests.due(9) == run.requests.due(9)
 
@@ -143,7 +143,7 @@ def test_a_checkpoint_keeps_its_names():
         "buffer": {"chunks": [], "values": None, "closed": []},
         "replacements": [[3, "rates halved"]],
     }
-    run = Run.start(start(), 0, 0, 20).from_checkpoint(saved, start(), 7)
+    run = Run.start(start(), 0, 0, 20, {}).from_checkpoint(saved, start(), 7)
     assert (run.epoch_ended, run.logged, run.began, run.evaluated) == (4, 6, 1, {"eval": 5})
     assert (run.last_metrics, run.notes) == ({"train/loss": 0.5}, ([3, "rates halved"],))
     again = run._replace(batches_used=8).to_checkpoint()  # which the batches know
@@ -155,9 +155,9 @@ def test_a_checkpoint_keeps_its_names():
     [("began", "0"), ("evaluated", []), ("is_complete", 1), ("total", 2.5), ("replacements", {})],
 )
 def test_a_checkpoint_of_other_types_is_refused(name, value):
-    saved = Run.start(start(), 0, 0, 20).to_checkpoint()
+    saved = Run.start(start(), 0, 0, 20, {}).to_checkpoint()
     with pytest.raises(TypeError, match=name):
-        Run.start(start(), 0, 0, 20).from_checkpoint({**saved, name: value}, start(), 3)
+        Run.start(start(), 0, 0, 20, {}).from_checkpoint({**saved, name: value}, start(), 3)
 
 
 # Of Python functions of this library: in a step between two log points, and more at a log point.

@@ -28,7 +28,7 @@ def handler(peers=None):
 
 def at(step, run=None):
     """Return a run at a step."""
-    return (run or Run.start((), 0, 0, None))._replace(step=step)
+    return (run or Run.start((), 0, 0, None, {}))._replace(step=step)
 
 
 def agreed(run):

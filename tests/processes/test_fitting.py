@@ -4,7 +4,9 @@ import json
 import os
 import signal
 import time
+import warnings
 import zlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -537,3 +539,38 @@ def test_two_processes_read_what_two_processes_evaluate(processes, tmp_path):
         (*expected, _), (*seen, steps) = json.loads(one), json.loads(text)
         assert seen == expected
         assert steps == [[4], [8], [12]]
+
+
+def restarts(start, folder, steps):
+    """Train with the cache of the run, and print what was loaded and what was compiled."""
+    from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+    start()
+    name = "jax_compilation_cache_dir"
+    before, caught = getattr(jax.config, name), []
+    jax.config.update(name, None)
+    reset_cache()
+    try:
+        mesh, tx = sf.make_mesh(), optax.sgd(0.1)
+        step = sf.make_train_step(lambda p, b, key: sf.mean(b @ p["w"]), tx)
+        with warnings.catch_warnings(record=True) as caught:
+            sf.fit(
+                step, lambda: init_sharded(lambda key: {"w": jnp.ones(8)}, tx, mesh),
+                sf.batches(np.ones((32, 8), np.float32), 16, seed=0), steps=steps, run_dir=folder,
+                checkpoints=sf.Checkpoints(every=2),
+            )  # fmt: skip
+        used = getattr(jax.config, name)
+    finally:
+        jax.config.update(name, before)
+        reset_cache()
+    compiled = json.loads(Path(folder, "run.json").read_text())["attempts"][-1]["compiled"]
+    print(json.dumps([compiled["loaded"]["count"], used, [str(each.message) for each in caught]]))
+
+
+def test_processes_share_the_compilation_cache_of_a_run(processes, tmp_path):
+    for steps in (2, 4):
+        seen = [json.loads(text) for text in processes.run(restarts, str(tmp_path), steps)]
+        assert [used for _, used, _ in seen] == [None, None]
+        assert not any("compilation cache" in text for *_, caught in seen for text in caught)
+    assert seen[0][0] > 0
+    assert list((tmp_path / "compiled").glob("*step_once*-cache"))

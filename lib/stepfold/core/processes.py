@@ -56,6 +56,7 @@ class Position:
     """
 
     BATCH: ClassVar[str] = "its next batch"
+    OTHERS: ClassVar[str] = "the wait for the batches of the others"
     DEVICES: ClassVar[str] = "the wait for its devices"
     RESTORE: ClassVar[str] = "a restore"
 
@@ -263,7 +264,8 @@ class KeyValues:
             raise PeerTimeoutError(
                 f"{where or self._name}: expected {waiting_for} from every process, got none from "
                 f"{spell_processes(late)} in {self.timeout} s; see what that does, or wait longer "
-                "with start_distributed(timeout=…)"
+                "with start_distributed(timeout=…)",
+                late,
             )
         # All have returned from the call before this one, so its value is no longer needed.
         self.delete(f"{call - 1}/{me}")

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from chex import ArrayTree, PRNGKey  # by their names, which type hints refer to
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
@@ -18,6 +17,9 @@ from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import check_flags, spell_call, takes
 from stepfold.errors import ConfigError, refuse
 from stepfold.internals.jax import compilation_key
+
+if TYPE_CHECKING:  # importing chex takes longer than importing stepfold
+    from chex import ArrayTree, PRNGKey
 
 # Steps use another branch of the key than init, since `split(key)[i]` equals `fold_in(key, i)`.
 # Otherwise step i would draw the same bits that initialized the i-th layer.
@@ -43,10 +45,10 @@ class TrainState(NamedTuple):
     """
 
     step: jax.Array
-    params: ArrayTree
+    params: "ArrayTree"
     opt_state: optax.OptState
-    model_state: ArrayTree
-    key: PRNGKey
+    model_state: "ArrayTree"
+    key: "PRNGKey"
 
     def __repr__(self) -> str:
         fields = zip(self._fields, map(tree.summary, self), strict=True)
@@ -54,9 +56,9 @@ class TrainState(NamedTuple):
 
 
 def init_state(
-    init: Callable[[PRNGKey], Any] | Any,
+    init: "Callable[[PRNGKey], Any] | Any",
     tx: optax.GradientTransformation,
-    key: PRNGKey,
+    key: "PRNGKey",
     *,
     stateful: bool = False,
     sharding: Any = None,
@@ -365,6 +367,9 @@ def strengthen(state: Any) -> Any:
 
 def is_available(state: Any) -> bool:
     """Wait for a state, and return whether it exists: not donated, and its step succeeded."""
+    leaves: list[Any] = jax.tree.leaves(state)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return False
     try:
         jax.block_until_ready(state)
     except RuntimeError:

@@ -24,7 +24,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from stepfold.data.shared_memory import Memory, dump, load, read
@@ -167,6 +166,8 @@ def _load(payload_fd: int, parts: int) -> Any:
 
 def _work(maker: Callable[[Any], Any], connection_fd: int, *slot_fds: int) -> None:
     """Answer the requests of the parent until it closes the connection."""
+    from multiprocessing.connection import Connection  # lazy: only workers need it
+
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the nursery
     connection, slots = Connection(connection_fd), [Memory(fd) for fd in slot_fds]

@@ -13,8 +13,7 @@ import subprocess
 import sys
 import weakref
 from collections import deque
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stepfold.data.shared_memory import Memory, Pickled, dump, load, read
 from stepfold.data.worker_main import (
@@ -29,6 +28,9 @@ from stepfold.data.worker_main import (
     command,
 )
 from stepfold.errors import DataError, refuse
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 ATTEMPTS = 3  # to make a batch whose worker dies
 _HELD = 2  # batches of a worker that are in its memory while they are used; others are copied
@@ -163,7 +165,7 @@ def spell_status(status: int) -> str:
 class _Worker:
     """The connection and the memory of a worker, and the tickets that it has not answered."""
 
-    connection: Connection
+    connection: "Connection"
 
     def __init__(self, slots: int) -> None:
         self.pid = self.deaths = 0
@@ -218,6 +220,8 @@ class _Processes:
 
     def _fork(self, worker: _Worker) -> None:
         """Ask for a process for a worker."""
+        from multiprocessing.connection import Connection  # lazy: only workers need it
+
         ours, its = socket.socketpair()
         worker.connection = Connection(ours.detach())
         self._starting.append(worker)

@@ -7,8 +7,9 @@ the primitives that `inspect/flops.py` counts, and the HLO that `inspect/collect
 
 import hashlib
 import sysconfig
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -121,13 +122,90 @@ def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+@contextmanager
+def compilation_cache(directory: Path | None, min_seconds: float) -> Iterator[None]:
+    """Keep the programs that a block compiles in a directory; a no-op if jax has a cache already.
+
+    Programs that compile in less time are not kept, unless the user has changed jax's threshold.
+    """
+    settings: Any = jax.config
+    is_off = not settings.jax_enable_compilation_cache
+    if directory is None or is_off or settings.jax_compilation_cache_dir:
+        yield
+        return
+    from jax.experimental.compilation_cache.compilation_cache import (
+        reset_cache,  # lazy: rarely used
+    )
+
+    changed: dict[str, Any] = {"jax_compilation_cache_dir": str(directory)}
+    if settings.jax_persistent_cache_min_compile_time_secs == _JAX_MIN_SECONDS:
+        changed["jax_persistent_cache_min_compile_time_secs"] = min_seconds
+    before = {name: getattr(settings, name) for name in changed}
+    try:
+        reset_cache()  # jax reads the directory once
+        for name, value in changed.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        reset_cache()
+
+
+_JAX_MIN_SECONDS = 1.0
+
+
+@contextmanager
+def watch_compilations(note: Callable[..., None]) -> Iterator[None]:
+    """Call `note(seconds, was_loaded=…)` for each program that a block compiles or loads.
+
+    The names of jax's events are not documented. If one changes, the report of a run lacks them.
+    """
+    hit = threading.local()
+
+    def on_event(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            hit.is_last = True
+
+    def on_duration(event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            was_loaded, hit.is_last = getattr(hit, "is_last", False), False
+            note(duration_secs, was_loaded=was_loaded)
+
+    jax.monitoring.register_event_listener(on_event)
+    jax.monitoring.register_event_duration_secs_listener(on_duration)
+    try:
+        yield
+    finally:
+        with suppress(ValueError, AssertionError):  # another library has cleared all listeners
+            jax.monitoring.unregister_event_listener(on_event)
+            jax.monitoring.unregister_event_duration_listener(on_duration)
+
+
+def is_readable_program(content: bytes) -> bool:
+    """Whether an entry of the compilation cache is complete.
+
+    Without jax's function that reads it, all are. jax then warns of one that it cannot read, and
+    compiles.
+    """
+    try:
+        from jax._src.compilation_cache import decompress_executable
+    except ImportError:
+        return True
+    try:
+        decompress_executable(content)
+    except Exception:  # noqa: BLE001  of zlib or zstd
+        return False
+    return True
+
+
 def without_dead_code(jaxpr: Any) -> Any:
     """Return a jaxpr without the equations that its outputs do not need, with the same inputs.
 
     Without it, `describe` counts products whose results are unused, and a replay may name an
     operation that does not matter.
     """
-    return _eliminate_dead_code(jaxpr, instantiate=True)[0]
+    return _eliminate_dead_code(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def used_inputs(jaxpr: Any) -> list[bool]:
@@ -135,16 +213,58 @@ def used_inputs(jaxpr: Any) -> list[bool]:
 
     Without it, all: `make_train_step` does not warn of a mask that the loss ignores.
     """
-    return [*_eliminate_dead_code(jaxpr)[1]]
+    return [*_eliminate_dead_code(jaxpr, [True] * len(jaxpr.outvars))[1]]
 
 
-def _eliminate_dead_code(jaxpr: Any, **options: Any) -> tuple[Any, Any]:
+def evaluate_outputs(closed_jaxpr: Any, wanted: Sequence[bool]) -> list[Any]:
+    """Compute some outputs of a jaxpr without inputs, and only what they depend on.
+
+    Without jax's function that finds that out, all of it is computed.
+    """
+    jaxpr, _ = _eliminate_dead_code(closed_jaxpr.jaxpr, [*wanted])
+    outputs = jax.core.eval_jaxpr(jaxpr, closed_jaxpr.consts)
+    if len(outputs) == len(wanted):
+        return [output for output, is_one in zip(outputs, wanted, strict=True) if is_one]
+    return list(outputs)
+
+
+def _eliminate_dead_code(jaxpr: Any, used: list[bool], **options: Any) -> tuple[Any, Any]:
     try:
         from jax.interpreters import partial_eval
 
-        return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), **options)
+        return partial_eval.dce_jaxpr(jaxpr, used, **options)
     except (ImportError, AttributeError, TypeError):
         return jaxpr, [True] * len(jaxpr.invars)
+
+
+def output_shardings(closed_jaxpr: Any) -> list[Any]:
+    """Return where the outputs of a jaxpr are placed, as far as its equations say; others are None.
+
+    The parameters of jax's primitives are not documented. If one changes, `fit` refuses a state on
+    a mesh that is given as a function.
+    """
+    jaxpr = closed_jaxpr.jaxpr
+    origins = {
+        id(output): (equation, index)
+        for equation in jaxpr.eqns
+        for index, output in enumerate(equation.outvars)
+    }
+
+    def find(output: Any) -> Any:
+        equation, index = origins.get(id(output), (None, 0))
+        if equation is None:
+            return None
+        params = equation.params
+        if (inner := params.get("jaxpr")) is not None and hasattr(inner, "jaxpr"):
+            sharding = (params.get("out_shardings") or [None] * len(equation.outvars))[index]
+            is_known = isinstance(sharding, jax.sharding.Sharding)
+            return sharding if is_known else output_shardings(inner)[index]
+        sharding = params.get("sharding", (params.get("devices") or [None] * (index + 1))[index])
+        if isinstance(sharding, jax.Device):
+            return jax.sharding.SingleDeviceSharding(sharding)
+        return sharding if isinstance(sharding, jax.sharding.Sharding) else None
+
+    return [find(output) for output in jaxpr.outvars]
 
 
 def user_frame(equation: Any, *, default: bool = False) -> Any:

@@ -36,8 +36,6 @@ from stepfold.core.processes import Disbanded, Group, KeyValues, Position, spell
 from stepfold.core.validation import check_flags, read_function, read_integer, read_positive
 from stepfold.errors import CheckpointError, StepfoldError, refuse
 from stepfold.internals.jax import is_recoverable
-from stepfold.loop.data import BatchFeed
-from stepfold.loop.fold import Part
 from stepfold.loop.hooks.base import Stop
 from stepfold.loop.host_copy import HostCopy, Replicas
 from stepfold.loop.patience import spell_lost
@@ -362,7 +360,7 @@ class Segments:
 
     def _continue_with(self, session: Session, *, at: int, lost: str) -> None:
         """Use the step and share of the plan, with the processes that are left, after step `at`."""
-        session.runner = _CountedStep(self._step, self)
+        session.runner = StepRunner(self._step)
         session.feed.share(self._share)
         session.run = session.peers.regroup(self.group, session.run._replace(step=at))
         if session.series is not None:
@@ -442,16 +440,14 @@ class Survivors(Several):
         super().__init__(segments.group)
         self._segments = segments
 
-    def pull(self, feed: BatchFeed, run: Run, until: float) -> tuple[Run, list[Any]]:
-        self.move(Position.BATCH, run.step)
-        run, batches = super().pull(feed, run, until)
-        self.move("a step", run.step)
-        return run, batches
+    @property
+    def position(self) -> Position:  # type: ignore[override]
+        return self._segments.group.position
 
     def meet(self, run: Run) -> Run:
         for returned in run.current.calls:
             jax.block_until_ready(returned)
-            self._segments.group.position.wait()
+            self.position.wait()
         self._segments.agree(run.state, run.step)
         return run
 
@@ -460,40 +456,6 @@ class Survivors(Several):
 
     def defer(self, run: Run, error: Exception) -> Run:  # noqa: ARG002  all leave together
         raise error
-
-    def move(self, doing: str, step: int) -> None:
-        self._segments.group.position.move(doing, step)
-
-    def watch(self, parts: Sequence[Part]) -> Sequence[Part]:
-        return [_Counted(part, self) for part in parts]
-
-
-class _CountedStep(StepRunner):
-    """A step that counts how far this process is."""
-
-    def __init__(self, step: Callable[..., Any], segments: Segments) -> None:
-        super().__init__(step)
-        self._segments = segments
-
-    def __call__(self, state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
-        result = super().__call__(state, batches)
-        position = self._segments.group.position
-        position.move(Position.DEVICES, position.step + len(batches))
-        return result
-
-
-class _Counted:
-    """A part that counts how far this process is."""
-
-    def __init__(self, part: Part, peers: Survivors) -> None:
-        self._part, self._peers, self.name = part, peers, part.name
-        self.next, self.is_due = part.next, part.is_due
-
-    def __call__(self, run: Run) -> Run:
-        self._peers.move(self.name, run.step)
-        changed = self._part(run)
-        self._peers.move("the loop", run.step)
-        return changed
 
 
 class Keep:

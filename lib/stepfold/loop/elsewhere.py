@@ -107,6 +107,7 @@ class Elsewhere:
             self._queue = self._look(run)
             if is_over or self._queue:
                 break
+            self._peers.move("the wait for evaluations elsewhere", run.step)
             if self._peers.wait_for(time.sleep, pause) is NO_VALUE:
                 return self._peers.hear(run)
             pause = min(2 * pause, 1.0)

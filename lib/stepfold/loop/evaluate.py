@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
 from stepfold.core.ema import get_ema
-from stepfold.core.processes import Group, KeyValues, spell_processes
+from stepfold.core.processes import Group, KeyValues, Position, spell_processes
 from stepfold.core.state import TrainState, check_not_donated
 from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import (
@@ -69,9 +69,16 @@ def evaluate(
 
 
 def evaluate_together(
-    group: Group | None, eval_step: Callable[..., Any], state: Any, batches: Iterable[Any]
+    group: Group | None,
+    eval_step: Callable[..., Any],
+    state: Any,
+    batches: Iterable[Any],
+    position: Position | None = None,
 ) -> dict[str, float]:
-    """Evaluate as `evaluate` does, with the processes of a group if there is one."""
+    """Evaluate as `evaluate` does, with the processes of a group if there is one.
+
+    Each batch counts as progress in `position`.
+    """
     check_batches(batches)
     step = jitted("eval_step", eval_step)
     check_not_donated(state)
@@ -81,7 +88,7 @@ def evaluate_together(
         batches = shared(batches, (0, 1, 1) if mesh is None else share_of(mesh))
     metrics: list[Any] = []
     try:
-        for batch in placed_batches("evaluate", batches, mesh, group):
+        for batch in placed_batches("evaluate", batches, mesh, group, position):
             result = step(state, batch)
             if not are_metrics(result):
                 got = tree.describe_value(result)
@@ -127,16 +134,22 @@ def refuse_empty(function: str) -> NoReturn:
 
 
 def placed_batches(
-    function: str, batches: Iterable[Any], mesh: Mesh | None, group: Group | None = None
+    function: str,
+    batches: Iterable[Any],
+    mesh: Mesh | None,
+    group: Group | None = None,
+    position: Position | None = None,
 ) -> Iterator[Any]:
     """Yield batches, on the mesh if there is one; all of its processes have equally many."""
     if mesh is not None and mesh.is_multi_process:
-        batches = _in_step(function, batches, group)
+        batches = _in_step(function, batches, group, position)
     for batch in batches:
         yield batch if mesh is None else place_batch(batch, mesh)
 
 
-def _in_step(function: str, batches: Iterable[Any], group: Group | None) -> Iterator[Any]:
+def _in_step(
+    function: str, batches: Iterable[Any], group: Group | None, position: Position | None
+) -> Iterator[Any]:
     """Yield batches; if some processes have fewer, raise in all of them instead of hanging.
 
     If the numbers of batches are unknown, the processes vote on each batch. A vote is read after
@@ -151,9 +164,9 @@ def _in_step(function: str, batches: Iterable[Any], group: Group | None) -> Iter
         if len(set(counts)) > 1:
             advice = "sf.batches with the same arguments gives that"
             refuse(function, expected, f"{counts}", advice, kind=DataError)
-        yield from _counted(batches, group)
+        yield from _counted(batches, position)
         return
-    iterator = itertools.chain(_counted(batches, group), itertools.repeat(_END))
+    iterator = itertools.chain(_counted(batches, position), itertools.repeat(_END))
     gather = Gather(group)
 
     def pull() -> tuple[Any, jax.Array]:
@@ -175,11 +188,11 @@ def _in_step(function: str, batches: Iterable[Any], group: Group | None) -> Iter
         yield batch
 
 
-def _counted(batches: Iterable[Any], group: Group | None) -> Iterator[Any]:
-    """Yield batches; in an elastic run, each counts as progress."""
+def _counted(batches: Iterable[Any], position: Position | None) -> Iterator[Any]:
+    """Yield batches, each of which counts as progress."""
     for batch in batches:
-        if group is not None:
-            group.position.move("a batch of an evaluation", group.position.step)
+        if position is not None:
+            position.move("a batch of an evaluation", position.step)
         yield batch
 
 
@@ -289,14 +302,17 @@ class Evaluation:
             read_instance(f"{self.name}: ema=True", state, TrainState, "a TrainState")
             jax.eval_shape(get_ema, state)
 
-    def __call__(self, state: Any, group: Group | None = None) -> dict[str, float]:
+    def __call__(
+        self, state: Any, group: Group | None = None, position: Position | None = None
+    ) -> dict[str, float]:
         if self.ema:
             check_not_donated(state)
             self.check_state(state)
             state = state._replace(params=jax.jit(get_ema)(state))
         try:
             if self.batches is not None:
-                metrics = evaluate_together(group, self.measure, state, self._make_batches())
+                batches = self._make_batches()
+                metrics = evaluate_together(group, self.measure, state, batches, position)
                 return {f"{self.name}/{name}": value for name, value in metrics.items()}
             numbers = self.measure(state)
         except StopIteration as error:  # would pass for the end of the training data

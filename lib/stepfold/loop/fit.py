@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from stepfold.checkpoint.series import Checkpoints
 from stepfold.core.processes import report_failed_peer
-from stepfold.core.state import check_not_donated, is_available, step_of, strengthen
+from stepfold.core.state import is_available
 from stepfold.loop.arguments import (
     WatchedMetrics,
     check_batches,
@@ -33,15 +33,16 @@ from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import Hook, HookDispatcher, Stop, call_optional, may_stop
 from stepfold.loop.hooks.progress import DefaultProgress
 from stepfold.loop.hooks.stop import Nonfinite
+from stepfold.loop.initial_state import InitialState
 from stepfold.loop.metrics import History
-from stepfold.loop.patience import end_if_stuck
+from stepfold.loop.patience import end_all_if_stuck, end_if_stuck
 from stepfold.loop.recovery import (
     fold_to_the_end,
     make_peers,
     needs_all,
     open_series,
     read_step,
-    show_resume,
+    show_start,
     start_or_resume,
     tell_spares,
 )
@@ -71,6 +72,8 @@ def fit(
     resume: bool | Sequence[str] = True,
     steps_per_call: int = 1,
     time_limit: float | None = None,
+    patience: float | None = 1800.0,
+    compilation_cache: bool = True,
 ) -> "FitResult":
     """Train: fold batches into a state, log, evaluate, and save checkpoints.
 
@@ -88,7 +91,9 @@ def fit(
     Args:
       step: a `StepFn`. It is compiled before the first step, once for each batch size. A jitted or
         compiled one is used as it is. With `Elastic`, the run continues if a process dies.
-      state: the initial state. It is donated to the step: do not use it again.
+      state: the initial state. It is donated to the step: do not use it again. Or a function that
+        makes it, such as `lambda: sf.init_state(…)`, so that a restart is faster: it is only traced
+        if there is a checkpoint to resume from. An abstract state, with shardings, can only resume.
       batches: any iterable of batches. With `get_state` and `set_state`, as `sf.batches` has, it
         can be resumed. Batches that depend on the parameters have a method `read_state`: it gets
         the state before each pull, and may use it until the pull returns.
@@ -127,6 +132,14 @@ def fit(
         to rounding: XLA may fuse the operations of a step differently in a loop.
       time_limit: the number of seconds after which to stop, checked at log points and after
         evaluations.
+      patience: with several processes, the seconds without progress, in addition to the heartbeat,
+        after which one is stuck: it is alive, and the others wait for it. All then print its
+        number, host, step and stacks, and exit with code 1. Choose more than a step takes, and than
+        a batch, a hook or a save takes longer in one process than in the others. None waits
+        forever. `Elastic` has its own.
+      compilation_cache: whether jax's compilation cache is kept in `run_dir/compiled` during the
+        run, at most 1 GiB, so that a restart loads its programs. A cache that the user configured,
+        by `jax_compilation_cache_dir`, is used in its place. Whoever may write there can run code.
 
     Returns:
       The state, the history of metrics, and why the run stopped.
@@ -146,13 +159,16 @@ def fit(
     >>> result.steps, str(result.stop_reason), result.history["train/loss"].steps
     (20, 'all 20 steps were done', [10, 20])
     """
-    evaluations = check_evaluations(evaluation, state)
     restored_parts = check_resume(resume)
-    (step, state, segments), user_hooks = read_step(step, state), check_hooks(hooks)
+    may_resume = checkpoints is not None and restored_parts is None
+    is_elastic = isinstance(step, Elastic)
+    initial = InitialState.read(state, may_resume=may_resume, is_elastic=is_elastic)
+    evaluations = check_evaluations(evaluation, initial.state)
+    (step, initial, segments), user_hooks = read_step(step, initial), check_hooks(hooks)
     user_parts, user_hooks = split_parts(user_hooks)
     check_kinds(user_hooks, evaluations)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
-    runner = check_numbers(step, lengths, log_every, steps_per_call)
+    runner = check_numbers(step, lengths, log_every, steps_per_call, patience)
     check_checkpoints(checkpoints, evaluations)
     config = read_config(config)
     all_hooks = with_default_hooks(user_hooks, time_limit)
@@ -161,40 +177,40 @@ def fit(
     check_batches(feed, evaluations, steps_per_call)
     check_end(feed, [*lengths.values(), time_limit], user_hooks)
     watched = WatchedMetrics(user_hooks, checkpoints, evaluations)
-    check_not_donated(state)
-    state = strengthen(state)
     check_resumable(checkpoints, feed, all_hooks)
 
     has_writer = any(getattr(hook, "writes_metrics", False) for hook in user_hooks)
     live = None if segments is None else segments.live
     with ExitStack() as unless_opened:  # an argument may be refused
         with needs_all():
-            directory = RunDirectory(run_dir, upload, has_writer=has_writer, group=live)
+            directory = RunDirectory(
+                run_dir, upload, has_writer=has_writer, has_cache=compilation_cache, group=live
+            )
             series = open_series(checkpoints, directory, live)
             if series is not None:
                 unless_opened.callback(series.close)
         arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
         arguments |= {"steps_per_call": steps_per_call, "upload": upload}
         describe = partial(
-            run_metadata, state, batches, arguments, evaluations, checkpoints, config
+            run_metadata, initial.state, batches, arguments, evaluations, checkpoints, config
         )
         all_hooks += directory.make_hooks(all_hooks, describe, series)
         session = Session(
             runner,
-            state,
+            initial,
             feed,
             _make_dispatcher(all_hooks, user_hooks, directory, config, watched),
             series,
             make_peers(segments),
             Options(evaluations, log_every, directory.metrics_path is None, restored_parts),
-            total=step_of(state) + more if (more := more_steps or feed.total) else steps,
+            total=initial.step + more if (more := more_steps or feed.total) else steps,
         )
         unless_opened.pop_all()
     session.user_parts, session.parts = user_parts, [directory]
-    del state, describe  # so that a restored state can take the memory
-    with _attach_result(session), needs_all(), _opened(session, directory, segments):
+    del state, initial, describe  # so that a restored state can take the memory
+    with _attach_result(session), needs_all(), _opened(session, directory, segments, patience):
         was_complete = start_or_resume(session, directory, segments, more_steps, resume)
-        show_resume(session, directory.path)
+        show_start(session, directory)
         with report_failed_peer():  # `fold_to_the_end` catches the deaths of processes
             fold_to_the_end(session, directory, segments, more_steps)
         _take_capsule(session, directory)
@@ -262,7 +278,9 @@ def _make_dispatcher(
 
 
 @contextmanager
-def _opened(session: Session, directory: RunDirectory, segments: Segments | None) -> Iterator[None]:
+def _opened(
+    session: Session, directory: RunDirectory, segments: Segments | None, patience: float | None
+) -> Iterator[None]:
     """Open what belongs to the run, and close it in reverse order, however the run ends."""
     series, peers, hooks = session.series, session.peers, session.hooks.hooks
     with ExitStack() as stack:
@@ -283,6 +301,8 @@ def _opened(session: Session, directory: RunDirectory, segments: Segments | None
             patience, leave_behind = segments.elastic.patience, segments.elastic.leave_behind
             get_group = lambda: segments.group
             stack.enter_context(end_if_stuck(get_group, patience, hooks, leave_behind=leave_behind))
+        else:
+            stack.enter_context(end_all_if_stuck(peers.position, patience, hooks))
         yield
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from stepfold.core.processes import Group
+from stepfold.core.processes import Group, Position
 from stepfold.errors import DataError, refuse
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.hooks.base import Stop
@@ -193,6 +193,7 @@ class Alone:
 
     Attributes:
       group: the processes of an elastic run that train.
+      position: how far this process is, if there are others.
       error: of user code, if it is raised only once all processes have stopped and saved.
       signal: the number of the first signal to stop, once it has come.
       leaves_at_once: whether a second one has come.
@@ -200,6 +201,7 @@ class Alone:
     """
 
     is_alone = True
+    position: Position | None = None
 
     def __init__(self, group: Group | None = None) -> None:
         self.group = group
@@ -217,6 +219,10 @@ class Alone:
     def watch(self, parts: Sequence[Any]) -> Sequence[Any]:
         """Return parts that count how far this process is."""
         return parts
+
+    def watch_step(self, step: Any) -> Any:
+        """Return a step that counts how far this process is."""
+        return step
 
     def join(self, feed: BatchFeed, run: Run) -> None:
         """Join the others at the start of a fold, and check that all have equally many batches."""

@@ -204,7 +204,9 @@ class Evaluate:
         if self._is_done(run):
             return run
         with self._hooks.stopwatch.measure(self.name):
-            metrics = self._peers.wait_for(self.evaluation, run.state, self._peers.group)
+            group, position = self._peers.group, self._peers.position
+            metrics = self._peers.wait_for(self.evaluation, run.state, group, position)
+        self._peers.move("hooks", run.step)
         self._peers.meet(run)
         if metrics is NO_VALUE:  # a signal came
             return self._peers.hear(run)

@@ -1,4 +1,4 @@
-"""End a process that is alive but stuck, so that an elastic run continues without it.
+"""End a process that is alive but stuck, or all of them; an elastic run continues without it.
 
 A process that is stuck in a batch, a hook or a file system still sends heartbeats, so the others
 wait for it forever, in a meeting or a collective. Each process therefore publishes its `Position`.
@@ -7,29 +7,36 @@ same events in the same order, and whoever waits for another has counted more th
 
 A process that is stuck dumps the stacks of its threads and exits, by the timer of `faulthandler`:
 all processes keep restarting it, until they are found to be stuck. It needs no GIL, so it also ends
-a process in which a library holds that. Its heartbeats then stop, and the others continue as after
-any other death.
+a process in which a library holds that. Its heartbeats then stop, and the others of an elastic run
+continue as after any other death. Those of other runs wait in a collective that no exception can
+end, so they print the stacks of the stuck process and end by their own timers.
 
 Positions tell nothing before a process has done its first step with the present devices, since that
 compiles; nor if all are alike, while they evaluate, save or call hooks, since that may take long.
 """
 
 import faulthandler
+import math
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import jax
 
 from stepfold.core.processes import Group, KeyValues, Position, spell_processes
-from stepfold.errors import StepfoldError, refuse
+from stepfold.errors import PeerTimeoutError, StepfoldError, refuse
 from stepfold.loop.hooks.stop import watchdog
 
+_IN_STEPS = (Position.BATCH, Position.OTHERS, Position.DEVICES)
 _HEARTBEAT = 100  # seconds, jax's default
+_FOUND_SECONDS = 5.0  # the most between two looks whether one is stuck
+_STACK_SECONDS = 0.1  # the same, for its stacks
+_LONGEST_STACKS = 100_000  # characters
 
 
 class Seen(NamedTuple):
@@ -53,8 +60,29 @@ def find_stuck(seen: Mapping[int, Seen]) -> list[int]:
     behind = [process for process, each in seen.items() if each[:2] == first]
     if not all(seen[process].has_run for process in behind):
         return []
-    in_steps = all(seen[p].doing in (Position.BATCH, Position.DEVICES) for p in behind)
+    in_steps = all(seen[p].doing in _IN_STEPS for p in behind)
     return behind if len(behind) < len(seen) or in_steps else []
+
+
+@contextmanager
+def end_all_if_stuck(
+    position: Position | None, patience: float | None, hooks: Sequence[Any]
+) -> Iterator[None]:
+    """Watch for stuck processes of a run that is not elastic, and end all if there is one."""
+    if position is None or patience is None or not KeyValues("stuck"):
+        yield
+        return
+    # It never meets: it has a position and a name.
+    group = Group(tuple(range(jax.process_count())), position=position)
+    has_timer = any(isinstance(hook, watchdog) for hook in hooks)
+    watch = _WatchAll(group, patience, owns_timer=not has_timer)
+    try:
+        yield
+    except Exception as error:
+        watch.explain(error)
+        raise
+    finally:
+        watch.close()
 
 
 @contextmanager
@@ -100,9 +128,16 @@ class _Watch:
     """Publishes the position of this process, reads those of all, and finds out who is stuck."""
 
     def __init__(
-        self, get_group: Callable[[], Group], patience: float, *, leave_behind: bool
+        self,
+        get_group: Callable[[], Group],
+        patience: float,
+        *,
+        leave_behind: bool,
+        folder: str = "",
+        owns_timer: bool = True,
     ) -> None:
         self._get_group, self._patience, self._leaves_behind = get_group, patience, leave_behind
+        self._folder, self._owns_timer = folder, owns_timer
         heartbeats = KeyValues("start_distributed").get("heartbeat")
         # Before that, the others find a dead process, and the collectives that it fails time out.
         self._limit = max(heartbeats.values(), default=_HEARTBEAT) + patience
@@ -124,7 +159,8 @@ class _Watch:
         self._is_over.set()
         for thread in self._threads:
             thread.join(self._patience)
-        faulthandler.cancel_dump_traceback_later()
+        if self._owns_timer:
+            faulthandler.cancel_dump_traceback_later()
 
     def _begin(self, group: Group) -> None:
         """Start over with a group, whose positions are new."""
@@ -135,7 +171,8 @@ class _Watch:
 
     def _start(self) -> None:
         self._publish(self._get_group())
-        self._end_after(self._limit + self._patience)
+        if self._owns_timer:
+            self._end_after(self._limit + self._patience)
 
     def _restart_timer(self) -> None:
         """Restart the timer until this process is stuck; a library that holds the GIL ends it."""
@@ -144,6 +181,8 @@ class _Watch:
                 # Process 0 ends last, since the others ask it for their positions.
                 self._end_after(self._patience / 2 if self._me == 0 else 0.01)
                 return
+            if not self._owns_timer:
+                continue
             if self._get_group().position.has_run:
                 # A little later than the others find it, so that they can name it.
                 self._end_after(self._limit + self._patience)
@@ -158,7 +197,7 @@ class _Watch:
         at = group.position
         own = [at.meetings, at.moves, at.waits, at.step, at.doing, at.has_run, self._host]
         if own != self._published:
-            KeyValues("stuck", group).set(f"positions/{self._me}", own)
+            KeyValues("stuck", group).set(f"{self._folder}positions/{self._me}", own)
             self._published = own
 
     def _read(self) -> None:
@@ -167,7 +206,7 @@ class _Watch:
             if (group := self._get_group()) is not self._group:
                 self._begin(group)
             self._publish(group)
-            positions = KeyValues("stuck", group).get("positions")
+            positions = KeyValues("stuck", group).get(f"{self._folder}positions")
             if len(positions) == len(group.processes):
                 self._judge({int(process): Seen(*each) for process, each in positions.items()})
 
@@ -182,8 +221,8 @@ class _Watch:
             return
         for process in stuck:
             at = rest[process]
-            text = f"stuck on {at.host}, last seen at step {at.step} in {at.doing}"
-            KeyValues("stuck", self._group).set(f"found/{process}", text)
+            text = _spell(at)
+            KeyValues("stuck", self._group).set(f"{self._folder}found/{process}", text)
             self._say(
                 f"process {process} is {text}, without progress for {seconds:.0f} s; "
                 f"{self._outcome(stuck, rest)}"
@@ -202,3 +241,99 @@ class _Watch:
 
     def _say(self, text: str) -> None:
         print(f"stepfold: {text}", file=sys.stderr, flush=True)  # noqa: T201  see `report_failed_peer`
+
+
+class _WatchAll(_Watch):
+    """A watch that ends all processes, each with the stacks of those that are stuck in its log."""
+
+    def __init__(self, group: Group, patience: float, *, owns_timer: bool) -> None:
+        folder = f"{KeyValues('stuck').count_call()}/"  # of this call of `fit`
+        super().__init__(
+            lambda: group, patience, leave_behind=False, folder=folder, owns_timer=owns_timer
+        )
+
+    def explain(self, error: Exception) -> None:
+        """Print the stacks of stuck processes, which then end, if that is why this one fails."""
+        self._is_over.set()  # this one ends by its exception
+        with suppress(RuntimeError):  # the service has ended
+            for process in error.processes if isinstance(error, PeerTimeoutError) else ():
+                at = self._seen.get(process)
+                text = "late" if at is None else _spell(at)
+                self._values.set(f"{self._folder}found/{process}", text)
+            if found := self._found_by_any():
+                self._show(found)
+
+    @property
+    def _values(self) -> KeyValues:
+        return KeyValues("stuck", self._group)
+
+    def _read(self) -> None:
+        """Publish the own position and read all, until one process has found that one is stuck."""
+        pause, read_at = min(self._patience / 10, _FOUND_SECONDS), -math.inf
+        while not self._is_over.wait(pause):
+            if found := self._found_by_any():
+                self._end_all(found)
+                return
+            if time.monotonic() - read_at >= self._patience / 10:
+                read_at = time.monotonic()
+                self._publish(self._group)
+                positions = self._values.get(f"{self._folder}positions")
+                if len(positions) == len(self._group.processes):
+                    self._judge({int(process): Seen(*each) for process, each in positions.items()})
+
+    def _judge(self, seen: dict[int, Seen]) -> None:
+        now = time.monotonic()
+        if seen != self._seen:
+            self._seen, self._moved_at = seen, now
+        seconds = now - self._moved_at
+        for process in find_stuck(seen) if seconds >= self._limit else ():
+            at = seen[process]
+            text = f"{_spell(at)}, without progress for {seconds:.0f} s"
+            self._values.set(f"{self._folder}found/{process}", text)
+
+    def _found_by_any(self) -> dict[int, str]:
+        found = self._values.get(f"{self._folder}found")
+        return {int(process): text for process, text in sorted(found.items())}
+
+    def _end_all(self, found: Mapping[int, str]) -> None:
+        if self._me in found:
+            self._values.set(f"{self._folder}stacks/{self._me}", _dump_stacks())
+        self._show(found)
+        # The first that ends fails the collectives of the others, and process 0 answers them.
+        others, until = {str(process) for process in self._group.processes}, self._deadline()
+        while others - {*self._values.get(f"{self._folder}shown")} and time.monotonic() < until:
+            time.sleep(_STACK_SECONDS)
+        self._is_stuck = True  # so that the other thread does not restart the timer
+        self._end_after(10 * _STACK_SECONDS if self._me == 0 else _STACK_SECONDS)
+
+    def _show(self, found: Mapping[int, str]) -> None:
+        for process, text in found.items():
+            self._say(f"process {process} is {text}; all end, as patience of fit says")
+        self._print_stacks([process for process in found if process != self._me])
+        self._values.set(f"{self._folder}shown/{self._me}", True)
+
+    def _print_stacks(self, processes: Sequence[int]) -> None:
+        """Print the stacks of stuck processes, once they have them; one may hold the GIL."""
+        left, until = {str(process) for process in processes}, self._deadline()
+        while left and time.monotonic() < until:
+            for process, stacks in self._values.get(f"{self._folder}stacks").items():
+                if process in left:
+                    left.remove(process)
+                    self._say(f"the stacks of process {process}:\n{stacks}")
+            time.sleep(_STACK_SECONDS)
+        for process in sorted(left):
+            self._say(f"process {process} gives no stacks; its own log has them once it ends")
+
+    def _deadline(self) -> float:
+        return time.monotonic() + min(self._patience, 4 * _FOUND_SECONDS)
+
+
+def _spell(at: Seen) -> str:
+    return f"stuck on {at.host}, last seen at step {at.step} in {at.doing}"
+
+
+def _dump_stacks() -> str:
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read()[-_LONGEST_STACKS:]

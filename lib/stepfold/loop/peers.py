@@ -12,17 +12,17 @@ import math
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from stepfold.core.processes import Group, KeyValues, spell_processes
+from stepfold.core.processes import Group, KeyValues, Position, spell_processes
 from stepfold.errors import DataError, StepfoldError, refuse
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Gather
-from stepfold.loop.fold import NO_VALUE, Alone
+from stepfold.loop.fold import NO_VALUE, Alone, Part
 from stepfold.loop.hooks.base import GoBack, Stop
 from stepfold.loop.run import Kind, Request, Requests, Run
 
@@ -48,6 +48,7 @@ class Several(Alone):
 
     def __init__(self, group: Group | None = None) -> None:
         super().__init__(group)
+        self._position = Position()
         self.failed_process: int | None = None  # the first in which user code raised an error
         self._own = Requests()
         self._save_requests = 0
@@ -75,7 +76,31 @@ class Several(Alone):
             expected = "the same number of steps in every process"
             refuse("batches", expected, f"{counts}", advice, kind=DataError)
 
+    @property
+    def position(self) -> Position:  # type: ignore[override]
+        return self._position
+
+    def move(self, doing: str, step: int) -> None:
+        self.position.move(doing, step)
+
+    def watch(self, parts: Sequence[Part]) -> Sequence[Part]:
+        return [_Counted(part, self) for part in parts]
+
+    def watch_step(self, step: Any) -> Any:
+        def counted(state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
+            result: tuple[Any, Any] = step(state, batches)
+            self.move(Position.DEVICES, self.position.step + len(batches))
+            return result
+
+        return counted
+
     def pull(self, feed: BatchFeed, run: Run, until: float) -> tuple[Run, list[Any]]:
+        self.move(Position.BATCH, run.step)
+        run, batches = self._pull(feed, run, until)
+        self.move("a step", run.step)
+        return run, batches
+
+    def _pull(self, feed: BatchFeed, run: Run, until: float) -> tuple[Run, list[Any]]:
         try:
             run, batches = super().pull(feed, run, until)
         except Exception as error:
@@ -94,6 +119,7 @@ class Several(Alone):
 
     def _agree_on_batches(self, run: Run, batches: list[Any]) -> tuple[Run, list[Any]]:
         """Keep as many batches as all processes have, so that all stop at the same step."""
+        self.move(Position.OTHERS, run.step)
         if run.step == run.first_step:  # a process may be minutes late
             KeyValues("fit", self.group).gather(None, "a first batch")
         run, counts = self._settle(run, len(batches))
@@ -265,6 +291,20 @@ class Several(Alone):
         else:
             reason = own.reason if own else Stop("hook", f"process {process} stopped")
         return Request(kind, 0, reason, by_hook=own is None or own.by_hook)
+
+
+class _Counted:
+    """A part that counts how far this process is."""
+
+    def __init__(self, part: Part, peers: Several) -> None:
+        self._part, self._peers, self.name = part, peers, part.name
+        self.next, self.is_due = part.next, part.is_due
+
+    def __call__(self, run: Run) -> Run:
+        self._peers.move(self.name, run.step)
+        changed = self._part(run)
+        self._peers.move("the loop", run.step)
+        return changed
 
 
 def _to_json(reason: Any) -> Any:

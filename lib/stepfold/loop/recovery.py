@@ -19,19 +19,22 @@ from stepfold.loop.elastic import Elastic, Segments, Survivors
 from stepfold.loop.fold import Alone
 from stepfold.loop.hooks.base import GoBack, Stop
 from stepfold.loop.hooks.progress import progress
+from stepfold.loop.initial_state import InitialState
 from stepfold.loop.peers import Several
 from stepfold.loop.run import Kind
 from stepfold.loop.run_directory import RunDirectory
 from stepfold.loop.session import Session
 
 
-def read_step(step: Any, state: Any) -> tuple[Any, Any, Segments | None]:
+def read_step(step: Any, initial: InitialState) -> tuple[Any, InitialState, Segments | None]:
     """Return the step, the state to start with, and the segments of an elastic run."""
     if not isinstance(step, Elastic):
-        return step, state, None
+        return step, initial, None
     with needs_all():
         segments = step.segments()
-        return step.step, state if segments is None else segments.stand_in(state), segments
+        if segments is not None:
+            initial = initial._replace(state=segments.stand_in(initial.state), make=None)
+        return step.step, initial, segments
 
 
 @contextmanager
@@ -86,6 +89,7 @@ def start_or_resume(
             text = f"{series.directory} has steps {steps} of another program"
             advice = "the run starts from the beginning; sf.restore may read these steps"
             warnings.warn(f"checkpoints: {text}; {advice}", stacklevel=3)
+        session.initialize()
         directory.start(session)
         return False
     if resume is False:
@@ -102,13 +106,19 @@ def start_or_resume(
     return was_complete
 
 
-def show_resume(session: Session, run_dir: Any) -> None:
-    """Let hooks that show progress say from where the run resumes."""
-    step, series = session.run.resumed, session.series
+def show_start(session: Session, directory: RunDirectory) -> None:
+    """Let hooks that show progress say from where the run resumes, and what it compiles."""
+    step, series, programs = session.run.resumed, session.series, directory.programs
+    hooks = [hook for hook in session.hooks.hooks if isinstance(hook, progress)]
+
+    def show(line: str) -> None:
+        for hook in hooks:
+            hook.show(line)
+
+    programs.show = show
+    session.runner.on_compile = programs.note_step
     if step is not None and series is not None:
-        for hook in session.hooks.hooks:
-            if isinstance(hook, progress):
-                hook.show_resume(step, run_dir or series.directory)
+        show(f"resuming from step {step} of {directory.path or series.directory}")
 
 
 def fold_to_the_end(

@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from stepfold import tree
-from stepfold.core.optimizer import hyperparams_of
 from stepfold.errors import refuse
 from stepfold.loop.data import DataPosition
 from stepfold.loop.hooks.base import GoBack, Stop
@@ -191,10 +190,16 @@ class Run(NamedTuple):
     go_back_request: GoBack | None = None
 
     @classmethod
-    def start(cls, state: Any, step: int, batches_used: int, total: int | None) -> "Run":
+    def start(
+        cls,
+        state: Any,
+        step: int,
+        batches_used: int,
+        total: int | None,
+        hyperparams: Mapping[str, Any],
+    ) -> "Run":
         """Return a run that begins after a step."""
         is_complete = total is not None and step >= total
-        hyperparams = hyperparams_of(getattr(state, "opt_state", ()))
         run = cls._begin(state, step, batches_used, total)
         return run._replace(is_complete=is_complete, hyperparams=hyperparams)
 

@@ -16,9 +16,10 @@ from stepfold.checkpoint.steps import check_shared, read_directory
 from stepfold.core.processes import Group, agreement
 from stepfold.errors import StepfoldError, refuse
 from stepfold.loop.hooks.base import Hook, Stop, Stopwatch
+from stepfold.loop.programs import Programs
 from stepfold.loop.report.report_writer import ReportWriter
 from stepfold.loop.run import Run
-from stepfold.loop.run_info import config_changes, move_previous_run, read_run_info
+from stepfold.loop.run_info import config_changes, move_previous_run, read_key, read_run_info
 from stepfold.loop.session import Session
 from stepfold.loop.upload import Upload
 from stepfold.loop.writers.combinators import async_writer, log_to
@@ -27,6 +28,8 @@ from stepfold.loop.writers.jsonl import RunWriter, jsonl_writer, read_rows
 
 class RunDirectory:
     """What a run writes besides checkpoints; without `run_dir` nothing.
+
+    `programs` are those that it compiles, and jax's compilation cache, unless `has_cache` is False.
 
     With `has_writer`, a hook of the user writes the metrics, so there is no metrics file here. It
     is a part of the run, so that `run.json` has the notes on replaced states.
@@ -40,6 +43,7 @@ class RunDirectory:
         upload: Any = None,
         *,
         has_writer: bool = False,
+        has_cache: bool = True,
         group: Group | None = None,
     ) -> None:
         self.path, self._group = None, group
@@ -48,6 +52,7 @@ class RunDirectory:
                 self.path = read_directory(run_dir, make=True)
         if self.path is not None:
             check_shared(self.path, group)
+        self.programs = Programs(self.path, has_cache=has_cache)
         self._url = upload
         self._upload: Upload | None = None
         writes = self.path is not None and not has_writer
@@ -74,7 +79,7 @@ class RunDirectory:
             # Named, so that its state is not confused with that of a user's writer.
             hooks.append(log_to(async_writer(writer), name="metrics.jsonl"))
         self._metadata = {**describe([*others, *hooks])}
-        self._report = ReportWriter(self.path, self._metadata, self.stopwatch)
+        self._report = ReportWriter(self.path, self._metadata, self.stopwatch, self.programs)
         # They are flushed in this order.
         return [*hooks, self._report, *([] if self._upload is None else [self._upload])]
 
@@ -96,10 +101,12 @@ class RunDirectory:
             with agreement(f"run_dir: {self.path}: not opened", self._group):
                 if jax.process_index() == 0:
                     lock.acquire()
+                    self.programs.clean()
             if self._upload is not None:
                 stack.callback(self._upload.finish)
             if self._report is not None:
                 stack.push(lambda _, error, __: self._finish(*ended(), error))
+            stack.enter_context(self.programs.use())
             yield
 
     def _finish(self, run: Run, stop: Stop | None, error: BaseException | None) -> None:
@@ -121,6 +128,7 @@ class RunDirectory:
     def start(self, session: Session) -> None:
         """Start a run that does not resume; move the files of an earlier run aside."""
         self(session.run)
+        self._note_key(session.run)
         with agreement(f"run_dir: {self.path}: not opened", session.peers.group):
             if self.path is not None and jax.process_index() == 0:
                 move_previous_run(self.path, session.run.step, stacklevel=5)  # at the call of fit
@@ -132,6 +140,7 @@ class RunDirectory:
         logged again. `losses` says what the deaths of processes have cost.
         """
         self(session.run)
+        self._note_key(session.run)
         before = self._read_previous()
         if losses := [*before, *(loss for loss in losses if loss not in before)]:
             self._metadata["losses"] = losses
@@ -139,6 +148,11 @@ class RunDirectory:
             self._metadata["rollbacks"] = session.rollbacks.as_json()
         with agreement(f"run_dir: {self.path}: not opened", session.peers.group):
             self._continue_metrics(session.run)
+
+    def _note_key(self, run: Run) -> None:
+        """Note the key of the state, which is not known before if that was given as a function."""
+        if (seeds := self._metadata.get("seed")) and seeds["key"] is None:
+            self._metadata["seed"] = {**seeds, "key": read_key(run.state)}
 
     def _read_previous(self) -> list[Any]:
         """Warn of changes of the config since the previous attempt; return the losses before."""

@@ -59,11 +59,6 @@ def run_metadata(
     pipeline = (position.get("pipeline") if isinstance(position, Mapping) else None) or {}
     if skipped := getattr(batches, "skipped", None):
         pipeline = {**pipeline, "skipped": skipped}
-    key: Any = getattr(state, "key", None)
-    if not isinstance(key, jax.Array) or not key.is_fully_replicated:
-        key = None
-    elif is_key(key):
-        key = jax.random.key_data(key)
     mesh = mesh_of(state)
     params = tree.named_leaves(params_of(state, state))
     leaves = {name: leaf for name, leaf in params if tree.is_array(leaf)}
@@ -90,17 +85,26 @@ def run_metadata(
         "mesh": None if mesh is None else dict(mesh.shape),
         "seed": {
             "batches": pipeline.get("seed"),
-            "key": None if key is None else np.asarray(key).tolist(),
+            "key": read_key(state),
         },
         "parameters": {
             "count": sum(math.prod(leaf.shape) for leaf in leaves.values()),
-            "bytes": sum(int(getattr(leaf, "nbytes", 0)) for leaf in leaves.values()),
+            "bytes": sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values()),
             "leaves": [
                 [name, [*leaf.shape], leaf.dtype.name, math.prod(leaf.shape)]
                 for name, leaf in leaves.items()
             ],
         },
     }
+
+
+def read_key(state: Any) -> list[int] | None:
+    """Return the numbers of the key of a state, if each process has it."""
+    key: Any = getattr(state, "key", None)
+    if not isinstance(key, jax.Array) or not key.is_fully_replicated:
+        return None
+    numbers: list[int] = np.asarray(jax.random.key_data(key) if is_key(key) else key).tolist()
+    return numbers
 
 
 def read_config(config: Any) -> dict[str, Any] | None:
@@ -218,6 +222,11 @@ _ATTEMPT = {
     "parts?": [(str, _is_number)],
     "saves?": is_count,
     "config_changes?": _are_changes,
+    "compiled?": {
+        **{name: {"count": is_count, "seconds": _is_number} for name in ("loaded", "new")},
+        "steps": [{}],
+        "reasons": [str],
+    },
 }
 _LOSS = {
     **dict.fromkeys(("lost", "source"), str),

@@ -17,7 +17,6 @@ from stepfold.checkpoint.results import find_results
 from stepfold.checkpoint.series import Series
 from stepfold.core.optimizer import hyperparams_of
 from stepfold.core.processes import Position, agreement, broadcast_from_first
-from stepfold.core.state import step_of
 from stepfold.errors import CheckpointError, StepfoldError, TreeMismatchError, refuse
 from stepfold.loop.data import BatchFeed, batch_sizes
 from stepfold.loop.elsewhere import Elsewhere
@@ -25,6 +24,7 @@ from stepfold.loop.ending import Ending, rescue
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.fold import Alone, Part, fold
 from stepfold.loop.hooks.base import HookDispatcher, Stop, call_optional
+from stepfold.loop.initial_state import InitialState
 from stepfold.loop.parts import BatchSizes, EndEpoch, Evaluate, Log
 from stepfold.loop.plan import Plan
 from stepfold.loop.replay.capsule import Capsule
@@ -59,7 +59,7 @@ class Session:
     def __init__(
         self,
         runner: StepRunner,
-        state: Any,
+        initial: InitialState,
         feed: BatchFeed,
         hooks: HookDispatcher,
         series: Series | None,
@@ -73,7 +73,8 @@ class Session:
         self.parts: Sequence[Part] = ()
         self.capsule: Capsule | None = None
         self.rollbacks = None if series is None else Rollbacks(series, feed)
-        self.run = Run.start(state, step_of(state), feed.first_used, total)
+        state, step, hyperparams, self._make_state = initial
+        self.run = Run.start(state, step, feed.first_used, total, hyperparams)
         if series is not None:
             series.on_request(partial(peers.notify, Request(Kind.SAVE)))
 
@@ -114,7 +115,7 @@ class Session:
             mark = self.feed.mark(self.run.step, self.run.batches_used)
             self.run = self.run._replace(hooks=hooks.get_state(), marks=(mark,))
             # Each run is the one of this session until the next one.
-            for self.run in fold(self.run, self.runner, self.feed, parts, peers):  # noqa: B020
+            for self.run in fold(self.run, peers.watch_step(self.runner), self.feed, parts, peers):  # noqa: B020
                 pass
             for self.run in ending(self.run):  # noqa: B020
                 pass
@@ -185,6 +186,12 @@ class Session:
         return extra
 
     # Where a run continues from
+
+    def initialize(self) -> None:
+        """Make the state of a run that does not resume, if it was given as a function."""
+        if self._make_state is not None:
+            with agreement("state: not initialized", self.peers.group):
+                self.run = self.run._replace(state=self._make_state())
 
     def continue_from_checkpoint(self, series: Series, more_steps: int | None = None) -> bool:
         """Continue from the newest good checkpoint; return whether the run was complete there."""

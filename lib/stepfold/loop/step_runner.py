@@ -54,6 +54,7 @@ class StepRunner:
         self.batch_size, self._later = 0, list[int]()  # and those to compile ahead
         self._output: Any = None  # the structure of what the program of any size returns
         self._mesh: Any = None  # to place batches on, where jax does not
+        self.on_compile: Callable[[CompiledStep, int], None] | None = None
 
     def __call__(self, state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
         """Run the step on each batch; return the state, and the metrics for `unpack`."""
@@ -113,6 +114,8 @@ class StepRunner:
         if program is None or not program.is_current(state, batch):
             program = compile_step(_packed_step(self._step, count), state, batch)
             self._kept[signature] = program
+            if self.on_compile is not None:
+                self.on_compile(program, count)
         output: Any = program.compiled.out_tree
         if self.batch_size and self._output is not None and self._output != output:
             expected = "metrics of the same shapes for batches of every size"

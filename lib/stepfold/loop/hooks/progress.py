@@ -109,11 +109,11 @@ class progress(BaseHook):  # noqa: N801
         if self._kind == "json" or now - self._drawn_at >= pause:
             self._draw()
 
-    def show_resume(self, step: int, directory: Any) -> None:
-        """Print that a run resumes; on stderr, since lines of JSON are for programs."""
+    def show(self, line: str) -> None:
+        """Print how a run starts; on stderr, since lines of JSON are for programs."""
         file = sys.stderr if self._kind == "json" or self._file is None else self._file
         if self._kind != "none" and _is_open(file) and jax.process_index() == 0:
-            _Stream(file).write(f"resuming from step {step} of {directory}\n")
+            _Stream(file).write(f"{line}\n")
 
     def _draw(self) -> None:
         if self._bar is not None and self._pending is not None:

@@ -104,6 +104,7 @@ def _describe(run: Run, name: str, now: datetime) -> dict[str, Any]:
         for name, values in (attempt.get("config_changes") or {}).items():
             old, new = values
             notes.append(f"config/{name} changed from {old} to {new} at step {attempt['from']:,}")
+    notes += _programs(run)
     attempts = _attempts(run, now) if len(run.attempts) > 1 else ()
     metrics = _main_metrics([run])[: _METRICS // 3]
     tables = {  # of rows, the header first
@@ -176,6 +177,24 @@ def _attempts(run: Run, now: datetime) -> Iterator[Sequence[str]]:
         steps = f"{attempt['from']:,}", f"{attempt['to']:,}"
         reason = _status(run, now, number)[2]
         yield _time(attempt["began"]), *steps, spell_duration(attempt_seconds(attempt)), reason
+
+
+def _programs(run: Run) -> Iterator[str]:
+    """Say what the last attempt loaded from the compilation cache, and why it compiled its step."""
+    programs = (run.attempts[-1].get("compiled") if run.attempts else None) or {}
+    verbs = {"loaded": "Loaded", "new": "Compiled"}
+    parts = [(verbs[name], programs[name]) for name in verbs if programs]
+    texts = [
+        f"{verb} {number['count']:,} program{'s' * (number['count'] != 1)} in "
+        f"{spell_duration(number['seconds'])}"
+        for verb, number in parts
+        if number["count"]
+    ]
+    if texts and programs["loaded"]["count"]:
+        yield f"{texts[0]} from the compilation cache" + "".join(f"; {text}" for text in texts[1:])
+    else:
+        yield from texts
+    yield from (reason[0].upper() + reason[1:] for reason in programs.get("reasons") or ())
 
 
 def _losses(run: Run) -> Iterator[Sequence[str]]:

@@ -15,6 +15,7 @@ import jax
 from stepfold.core.validation import is_url
 from stepfold.errors import StepfoldError
 from stepfold.loop.hooks.base import BaseHook, Event, Stop, Stopwatch
+from stepfold.loop.programs import Programs
 from stepfold.loop.report.read import read_run
 from stepfold.loop.report.render import render
 from stepfold.loop.run_info import NAME, read_run_info, write_run_info
@@ -35,10 +36,15 @@ class ReportWriter(BaseHook):
     provides = ()
 
     def __init__(
-        self, run_dir: Path, metadata: Mapping[str, Any], stopwatch: Stopwatch | None = None
+        self,
+        run_dir: Path,
+        metadata: Mapping[str, Any],
+        stopwatch: Stopwatch | None = None,
+        programs: Programs | None = None,
     ) -> None:
         self._run_dir, self._metadata = run_dir, metadata
         self._stopwatch = stopwatch or Stopwatch()
+        self._programs = programs
         settings = (metadata.get("arguments") or {}).get("checkpoints") or {}
         directory = settings.get("directory")
         if directory is not None and not is_url(directory):
@@ -82,6 +88,9 @@ class ReportWriter(BaseHook):
             aside = next(name for name in names if not name.exists())
             warnings.warn(f"{error}; it is now {aside}", stacklevel=2)
             self._try(lambda: os.replace(path, aside))
+        if self._programs is not None and not self._attempt:
+            compiled = [attempt.get("compiled") or {} for attempt in self._attempts]
+            self._programs.before = [step for each in compiled for step in each.get("steps", ())]
         self._opened_at, self._clock, self._row_count, self._stride = time.perf_counter(), [], 0, 1
         self._parts_before = {**self._stopwatch.seconds, "batches": self._last_row[2]}
         self._saves_before = self._stopwatch.counts.get("saving", 0)
@@ -171,6 +180,8 @@ class ReportWriter(BaseHook):
         clock += [self._last_row] * (clock[-1] != self._last_row)
         updated = self._attempt["ended"] or _utc_now()
         self._attempt |= {"updated": updated, "pause": round(self._pause, 1), "clock": clock}
+        if self._programs is not None:
+            self._attempt["compiled"] = self._programs.summary()
         if self._attempt["ended"] is None:
             self._attempt |= {"parts": self._parts(), "saves": self._saves()}
         write_run_info(self._run_dir, {**self._metadata, "attempts": self._attempts})

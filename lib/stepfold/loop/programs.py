@@ -1,0 +1,134 @@
+"""The programs of a run: jax's compilation cache in its directory, and what a start compiled."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from stepfold import tree
+from stepfold.core.validation import check_flags
+from stepfold.inspect.compiled import CompiledStep
+from stepfold.internals.jax import compilation_cache, is_readable_program, watch_compilations
+from stepfold.loop.run_info import versions
+
+NAME = "compiled"
+# Programs that compile faster are not kept. By default jax keeps those that take a second, which
+# leaves out many that together take seconds, such as those of evaluations.
+_MIN_SECONDS = 0.1
+_MAX_BYTES = 1 << 30
+_SHOWN_SECONDS = 1.0  # a step that compiles faster is only in the report
+_MAX_STEPS = 20  # that `run.json` describes
+
+
+class Programs:
+    """What a call of `fit` compiles, and what it loads from jax's compilation cache.
+
+    If the user has configured no cache, there is one in the directory of the run. An entry is
+    executed, so whoever may write to that directory can run code.
+
+    Attributes:
+      before: descriptions of the steps that earlier attempts of the run compiled or loaded.
+      show: prints a line.
+    """
+
+    def __init__(self, run_dir: Path | None, *, has_cache: bool = True) -> None:
+        check_flags(compilation_cache=has_cache)
+        self._directory = run_dir / NAME if run_dir is not None and has_cache else None
+        self.before: Sequence[Mapping[str, Any]] = ()
+        self.show: Callable[[str], None] = lambda _: None
+        self._last = threading.local()  # program of this thread: seconds, and whether it was loaded
+        self._loaded, self._new = (0, 0.0), (0, 0.0)  # their number and seconds
+        self._steps: list[dict[str, Any]] = []
+        self._reasons: list[str] = []
+
+    def clean(self) -> None:
+        """Delete what a killed process has left incomplete, and the oldest beyond the limit.
+
+        jax neither replaces an entry that it cannot read, nor deletes any.
+        """
+        if self._directory is None or not self._directory.is_dir():
+            return
+        files = [path for path in self._directory.rglob("*") if path.is_file()]
+        files.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        size = 0
+        for path in files:
+            size += path.stat().st_size
+            is_entry = path.name.endswith("-cache")
+            if size > _MAX_BYTES or (is_entry and not is_readable_program(path.read_bytes())):
+                with suppress(OSError):
+                    path.unlink()
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Use the cache, and watch what compiles."""
+        with compilation_cache(self._directory, _MIN_SECONDS), watch_compilations(self._note):
+            yield
+
+    def _note(self, seconds: float, *, was_loaded: bool) -> None:
+        self._last.program = seconds, was_loaded
+        if was_loaded:
+            self._loaded = self._loaded[0] + 1, self._loaded[1] + seconds
+        else:
+            self._new = self._new[0] + 1, self._new[1] + seconds
+
+    def note_step(self, step: CompiledStep, count: int) -> None:
+        """Note the program of a step, right after it was compiled; say why a restart needs one."""
+        seconds, was_loaded = getattr(self._last, "program", (0.0, False))
+        description = _describe(step, count)
+        self._steps = [*self._steps, description][-_MAX_STEPS:]
+        if was_loaded or not self.before or seconds < _MIN_SECONDS:
+            return
+        reason = f"compiled the step in {seconds:.1f} s: {_changes(self.before, description)}"
+        self._reasons = [*self._reasons, reason][-_MAX_STEPS:]
+        if seconds >= _SHOWN_SECONDS:
+            self.show(reason)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what `run.json` says about them."""
+        names = ("count", "seconds")
+        return {
+            "loaded": dict(zip(names, self._loaded, strict=True)),
+            "new": dict(zip(names, self._new, strict=True)),
+            "steps": self._steps,
+            "reasons": self._reasons,
+        }
+
+
+def _describe(step: CompiledStep, count: int) -> dict[str, Any]:
+    """Describe what decides the program of a step, except its code."""
+    shapes = [
+        f"{name}: {tree.describe_value(leaf)}, {leaf.sharding}"
+        for name, leaf in tree.named_leaves(step.state)
+    ]
+    batch = step.batch if count == 1 else step.batch[0]
+    packages = versions()
+    return {
+        "jax": packages["jax"],
+        "jaxlib": packages["jaxlib"],
+        "devices": f"{jax.device_count()} of {jax.devices()[0].device_kind}",
+        "processes": jax.process_count(),
+        "state": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16],
+        "batch": ", ".join(
+            f"{name} {tree.describe_value(leaf)}".strip() for name, leaf in tree.named_leaves(batch)
+        )[:200],
+        "steps in a call": count,
+    }
+
+
+def _changes(before: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> str:
+    """Say what differs from the most similar step of earlier attempts."""
+    changed = [[name for name in new if old.get(name) != new[name]] for old in before]
+    names, old = min(zip(changed, before, strict=True), key=lambda pair: len(pair[0]))
+    if not names:
+        return "its code, a constant or a setting of XLA has changed, or the cache lacks it"
+    texts = [
+        "the shapes or shardings of the state changed"
+        if name == "state"
+        else f"{name} changed from {old.get(name)} to {new[name]}"
+        for name in names
+    ]
+    return ", ".join(texts)

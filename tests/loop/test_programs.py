@@ -1,0 +1,155 @@
+"""The compilation cache of a run, and what `run.json` and the report say about programs."""
+
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from tests.small import TX, batches, loss_fn, start
+
+import stepfold as sf
+from stepfold.loop import programs
+from stepfold.loop.programs import Programs
+
+
+@pytest.fixture(autouse=True)
+def no_cache():
+    """Configure no cache, as most users do; small programs are kept in that of a run too."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    reset_cache()
+
+
+def train(run_dir, steps, step=None, data=None, **options):
+    """Train by a step that no earlier call has compiled; return the last attempt of `run.json`."""
+    step = step or sf.make_train_step(loss_fn, TX)
+    checkpoints = sf.Checkpoints(every=2)
+    options = {"steps": steps, "run_dir": run_dir, "checkpoints": checkpoints, **options}
+    sf.fit(step, start(), data or batches(), **options)
+    return json.loads((run_dir / "run.json").read_text())["attempts"][-1]
+
+
+def entries(run_dir):
+    return {path for path in (run_dir / "compiled").glob("*-cache") if "step_once" in path.name}
+
+
+def test_a_restart_loads_its_programs_and_says_so(tmp_path, capsys):
+    assert train(tmp_path, 2)["compiled"]["new"]["count"] > 0
+    assert len(entries(tmp_path)) == 1
+    compiled = train(tmp_path, 4)["compiled"]
+    assert (compiled["loaded"]["count"], compiled["new"]["count"]) == (1, 0)
+    assert compiled["reasons"] == []
+    assert "from the compilation cache" in (tmp_path / "report.html").read_text()
+    assert "compiled the step" not in capsys.readouterr().err
+
+
+def test_the_settings_of_jax_are_as_before(tmp_path):
+    before = {**jax.config.values}
+    train(tmp_path / "a", 2)
+    assert jax.config.values == before
+
+    def fail(event):
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "b/compiled")
+        raise KeyError("a hook")
+
+    with pytest.raises(KeyError, match="a hook"):
+        train(tmp_path / "b", 2, hooks=fail)
+    assert jax.config.values == before
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(1.0, 0.1), (0.5, 0.5)])
+def test_programs_that_compile_fast_are_kept_unless_jax_is_told_otherwise(
+    seconds, expected, tmp_path
+):
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, seconds)
+    seen = []
+    try:
+        train(tmp_path, 2, hooks=lambda event: seen.append(getattr(jax.config, name)))
+    finally:
+        jax.config.update(name, before)
+    assert seen == [expected]
+
+
+def test_a_cache_that_the_user_configured_is_used_and_it_can_be_off(tmp_path):
+    train(tmp_path / "off", 2, compilation_cache=False)
+    own = str(tmp_path / "own")
+    jax.config.update("jax_compilation_cache_dir", own)
+    train(tmp_path / "configured", 2)
+    assert jax.config.jax_compilation_cache_dir == own
+    assert os.listdir(own)
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        train(tmp_path / "disabled", 2)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    for name in ("off", "configured", "disabled"):
+        assert not (tmp_path / name / "compiled").exists()
+
+
+def test_the_cache_is_on_or_off(tmp_path):
+    with pytest.raises(sf.ConfigError, match="compilation_cache: expected True or False"):
+        train(tmp_path, 2, compilation_cache="a/directory")
+
+
+@pytest.fixture
+def tells_all(monkeypatch):
+    """Give reasons for programs that compile fast too, as those of tests do."""
+    monkeypatch.setattr(programs, "_MIN_SECONDS", 0.0)
+    monkeypatch.setattr(programs, "_SHOWN_SECONDS", 0.0)
+
+
+def test_a_restart_that_compiles_its_step_says_what_changed(
+    tmp_path, tells_all, capsys, monkeypatch
+):
+    train(tmp_path, 2)
+    assert "compiled the step" not in capsys.readouterr().err  # there is nothing to compare with
+
+    def other_loss_fn(params, batch, key):
+        return sf.mean(abs(params["w"] - batch["x"]))
+
+    train(tmp_path, 4, sf.make_train_step(other_loss_fn, TX))
+    assert "its code, a constant or a setting of XLA" in capsys.readouterr().err
+    changed = sf.batches({"x": np.ones((16, 2), np.float32)}, 4, seed=0)
+    train(tmp_path, 6, data=changed)
+    assert "batch changed from x float32[4] to x float32[4,2]" in capsys.readouterr().err
+    known = programs.versions()
+    monkeypatch.setattr(programs, "versions", lambda: known | {"jax": "99.0"})
+    for path in entries(tmp_path):
+        path.unlink()
+    (reason,) = train(tmp_path, 8, data=changed)["compiled"]["reasons"]
+    assert reason.endswith(f"s: jax changed from {known['jax']} to 99.0")
+    assert "jax changed from" in (tmp_path / "report.html").read_text()
+
+
+def test_entries_that_a_killed_process_left_incomplete_are_deleted(tmp_path, recwarn):
+    train(tmp_path, 2)
+    (path,) = entries(tmp_path)
+    path.write_bytes(path.read_bytes()[:-10])
+    train(tmp_path, 4)
+    assert not [w for w in recwarn if "compilation cache" in str(w.message)]
+    assert train(tmp_path, 6)["compiled"]["loaded"]["count"] == 1  # it was written again
+
+
+def test_the_oldest_entries_beyond_the_limit_are_deleted(tmp_path, monkeypatch):
+    train(tmp_path, 2)
+    (newest,) = entries(tmp_path)
+    content = newest.read_bytes()
+    for age in range(1, 4):
+        older = newest.with_name(f"older-{age}-cache")
+        older.write_bytes(content)
+        os.utime(older, (1000 - age, 1000 - age))
+    for other in (tmp_path / "compiled").iterdir():
+        if other != newest and not other.name.startswith("older"):
+            other.unlink()
+    monkeypatch.setattr(programs, "_MAX_BYTES", 2 * len(content))
+    Programs(tmp_path).clean()
+    names = sorted(path.name for path in (tmp_path / "compiled").iterdir())
+    assert names == [newest.name, "older-1-cache"]

@@ -1,0 +1,172 @@
+"""A stuck process of a run that is not elastic: all name it, print its stacks, and end."""
+
+import ctypes
+import json
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+from stepfold.loop import patience
+
+from . import launch
+
+PATIENCE = 2  # seconds
+
+
+def train(happens, folder=None, **options):
+    """Train on rows of each process; `happens(moment)` is called in hooks, batches and so on."""
+    mesh, tx = sf.make_mesh(), optax.sgd(0.1)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    state = sf.init_state({"w": jnp.ones(8)}, tx, jax.random.key(0), sharding=whole)
+
+    def loss_fn(params, batch, key):
+        return sf.mean(((batch["x"] - params["w"]) ** 2).mean(-1))
+
+    def rows(name, count):
+        for number in range(count):
+            happens(f"{name} {number}")
+            yield {"x": np.ones((4, 8), np.float32)}
+
+    def hook(event):
+        happens(f"{event.kind} {event.step}")
+
+    return sf.fit(
+        sf.make_train_step(loss_fn, tx), state, rows("batch", 100), steps=40, log_every=10,
+        hooks=hook,
+        evaluation=sf.Evaluation(sf.make_eval_step(loss_fn), lambda: rows("held-out", 8), every=20),
+        checkpoints=folder and sf.Checkpoints(folder, every=20), **options,
+    )  # fmt: skip
+
+
+def finds(start):
+    """Let process 1 wait in a hook until it would be ended; print what the watch says."""
+    job, lines, found = start(), [], threading.Event()
+    watch = patience._WatchAll
+    judge, say, end = watch._judge, watch._say, watch._end_after
+
+    def end_after(self, seconds):
+        if seconds <= 1:
+            found.set()
+        else:
+            end(self, seconds)
+
+    def judge_soon(self, seen):
+        self._limit = 1
+        judge(self, seen)
+
+    watch._judge, watch._end_after = judge_soon, end_after
+    watch._say = lambda self, text: lines.append(text)
+    try:
+        result = train(
+            lambda moment: found.wait(60) if (moment, job.process) == ("train 20", 1) else None,
+            patience=1,
+        )
+    finally:
+        watch._judge, watch._say = judge, say
+        del watch._end_after
+    print(json.dumps([result.steps, lines]))
+
+
+def test_a_process_that_is_stuck_in_a_hook_is_named_with_its_stacks(processes):
+    (steps, lines), (_, own) = map(json.loads, processes.run(finds))
+    assert steps == 40  # it was not ended here
+    for first in (lines[0], own[0]):
+        assert first.startswith("process 1 is stuck on ")
+        assert "last seen at step 20 in hooks, without progress for " in first
+        assert first.endswith("all end, as patience of fit says")
+    assert lines[1].startswith("the stacks of process 1:\n")
+    assert "in finds" in lines[1]
+    assert len(own) == 1  # its stacks are written where it ends
+
+
+def sticks(start, moment, process, how, folder, options):
+    """Let a process hang at a moment."""
+    start(heartbeat=4, timeout=10)
+    me = jax.process_index()
+
+    def happens(now):
+        if (now, me) != (moment, process):
+            return
+        if how == "GIL":
+            ctypes.PyDLL(None).sleep(1000)
+        time.sleep(1000)
+
+    print(train(happens, folder, **options).steps)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("moment", "process", "doing"),
+    [
+        ("train 20", 1, "hooks"),
+        ("train 20", 0, "hooks"),
+        ("batch 25", 1, "its next batch"),
+        ("held-out 3", 1, "a batch of an evaluation"),
+        ("eval 20", 1, "hooks"),
+    ],
+)
+def test_all_end_and_name_the_process_that_is_stuck(moment, process, doing, tmp_path):
+    args = (moment, process, "sleep", None, {"patience": PATIENCE})
+    start = time.monotonic()
+    ends = launch.ends_of_processes(sticks, 2, args=args, timeout=100)
+    assert time.monotonic() - start < 90
+    for rank, end in enumerate(ends):
+        assert end.code != 0, launch.report(ends)
+        assert f"stepfold: process {process} is stuck on " in end.errors, launch.report(ends)
+        assert f"in {doing}, without progress for" in end.errors
+        assert " in happens\n" in end.errors, (rank, launch.report(ends))
+
+
+@pytest.mark.full
+def test_a_process_that_holds_the_interpreter_ends_by_its_timer(tmp_path):
+    args = ("train 20", 1, "GIL", None, {"patience": PATIENCE})
+    first, second = launch.ends_of_processes(sticks, 2, args=args, timeout=100)
+    assert first.code
+    assert second.code
+    assert "stepfold: process 1 is stuck on " in first.errors
+    assert "process 1 gives no stacks" in first.errors
+    assert " in happens\n" in second.errors
+
+
+@pytest.mark.full
+def test_a_process_that_others_meet_in_vain_is_named_too(tmp_path):
+    """The save waits for it no longer than `timeout`, which is shorter than the patience here."""
+    args = ("train 20", 1, "sleep", str(tmp_path / "saves"), {"patience": 60})
+    first, second = launch.ends_of_processes(sticks, 2, args=args, timeout=100)
+    assert first.code
+    assert second.code
+    assert "process 1 is stuck on " in first.errors
+    assert " in happens\n" in first.errors
+    assert "PeerTimeoutError" in first.errors
+    assert " in happens\n" in second.errors
+
+
+@pytest.mark.full
+def test_a_watchdog_keeps_its_timer(tmp_path):
+    options = {"patience": PATIENCE}
+    args = ("train 20", 1, "sleep", None, options)
+    ends = launch.ends_of_processes(watched, 2, args=args, timeout=100)
+    for end in ends:
+        assert end.code != 0
+        assert "stepfold: process 1 is stuck on " in end.errors, launch.report(ends)
+
+
+def watched(start, moment, process, how, folder, options):
+    start(heartbeat=4, timeout=10)
+    me, tx, mesh = jax.process_index(), optax.sgd(0.1), sf.make_mesh()
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    state = sf.init_state({"w": jnp.ones(8)}, tx, jax.random.key(0), sharding=whole)
+    step = sf.make_train_step(lambda p, b, key: sf.mean((b["x"] - p["w"]).mean(-1)), tx)
+
+    def hook(event):
+        if me == process and event.step == 20:
+            time.sleep(1000)
+
+    rows = [{"x": np.ones((4, 8), np.float32)}] * 40
+    sf.fit(step, state, rows, log_every=10, hooks=[sf.watchdog(60), hook], **options)
