@@ -7,10 +7,10 @@ A picture is drawn by a page, or by a script in `pictures/` if its code would no
 
 A page is one program. What a block does depends on its language:
 
-- `python` runs. A block whose first line is `# name.py` is written to this file instead, before the
-  page runs and again in its place, so the set-up of a recipe may come last.
+- `python` runs. A block whose first line is `# name.py` is written to this file instead.
 - `sh` runs by bash, in the folder of the program.
 - `text`, right after one of them, is what it prints. `...` stands for anything, as in doctest.
+- Blocks below the heading "Set-up" at the end of a page run first.
 - All others, such as `console` and `yaml`, are only shown.
 
 A page draws a picture by `savefig("name.svg")` of matplotlib, and shows `pictures/name-light.svg`.
@@ -89,6 +89,9 @@ def read_blocks(page: Path) -> list[Block]:
         elif language == "text" and runs and not text[end : match.start()].strip():
             blocks[-1] = blocks[-1]._replace(output=code)
         end, runs = match.end(), language in ("python", "sh")
+    before, set_up, _ = text.partition("\n## Set-up\n")
+    if set_up:
+        blocks.sort(key=lambda block: block.line < before.count("\n"))
     return blocks
 
 
@@ -96,8 +99,6 @@ def run_page(page: Path) -> Iterator[str]:
     """Run a page in the current folder; return a description of each output that differs."""
     checker, names = doctest.OutputChecker(), {"__name__": "__main__"}
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    for block in read_blocks(page):
-        _write_file(block)
     for block in read_blocks(page):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             _run_block(block, page, names)
@@ -116,19 +117,12 @@ def _run_block(block: Block, page: Path, names: dict[str, object]) -> None:
             command, check=True, env=os.environ | {"PATH": path}, stdout=subprocess.PIPE, text=True
         )
         print(ended.stdout, end="")
-    elif not _write_file(block):
+    elif file := re.match(r"# ([\w/]+\.py)\n", block.code):
+        Path(file[1]).write_text(block.code)
+    else:
         # Blank lines in front make a traceback point at the lines of the page.
         code = "\n" * (block.line - 1) + block.code
         exec(compile(code, str(page), "exec", dont_inherit=True), names)
-
-
-def _write_file(block: Block) -> bool:
-    """Write a block that is a file, and return whether it is one."""
-    file = re.match(r"# ([\w/]+\.py)\n", block.code)
-    if block.language != "python" or not file:
-        return False
-    Path(file[1]).write_text(block.code)
-    return True
 
 
 def draw_pictures(names: Sequence[str]) -> None:

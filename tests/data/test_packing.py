@@ -311,7 +311,7 @@ def test_a_generator_that_raised_is_not_taken_for_one_that_ended():
     packed = pack(source(), length=4)
     with pytest.raises(OSError, match="unreadable"):
         next(packed)
-    with refuses("pack: expected a stream that continues after an error, got one that ended"):
+    with refuses("source: expected a stream that continues after an error, got one that ended"):
         next(packed)
 
 

@@ -368,7 +368,6 @@ class _Streamed:
         self.source = Source()  # of which nothing is known
         self._stream, self._epoch = Stream(examples), 0
         self._is_open = self._stream.is_iterator
-        self._error: Exception | None = None
 
     def start(self, epoch: int) -> None:
         self._epoch, self._is_open = epoch, self._stream.is_iterator
@@ -392,17 +391,8 @@ class _Streamed:
         while len(examples) < count:
             try:
                 examples.append(self._stream.read())
-                self._error = None
             except StopIteration:
-                if self._error is not None:  # a generator that has raised ends silently
-                    expected, error = "a stream that continues after an error", self._error
-                    got = f"one that ended after raising {error!r}"
-                    advice = "create the stream again, and restore the last position"
-                    refuse("pack", expected, got, advice, kind=DataError, cause=error)
                 return
-            except Exception as error:
-                self._error = error
-                raise
 
 
 # Windows

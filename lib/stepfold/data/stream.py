@@ -149,7 +149,6 @@ class StreamBatches(BatchIterator):
         self._position = stream.position() if stream.is_iterator else "null"
         self._buffer: list[Any] = []
         self._is_open = stream.is_iterator  # whether the epoch has been started
-        self._read_error: Exception | None = None
 
     def __next__(self) -> Any:
         self._shard.check_sizes(self._sizes)
@@ -179,15 +178,9 @@ class StreamBatches(BatchIterator):
                 self._is_open = True
             while len(self._buffer) < size:
                 self._buffer.append(self._stream.read())
-                self._read_error = None
         except StopIteration:
-            if self._read_error is not None:  # a generator that has raised ends silently
-                expected, error = "a stream that continues after an error", self._read_error
-                got = f"one that ended after raising {error!r}"
-                advice = "create the stream again, and restore the last position"
-                refuse("source", expected, got, advice, kind=DataError, cause=error)
+            pass
         except Exception as error:
-            self._read_error = error
             error.add_note(
                 f"reading example {self._row + len(self._buffer)} of epoch {self._epoch} of the "
                 f"stream, for the batch of step {self._step}"
@@ -287,7 +280,7 @@ class StreamBatches(BatchIterator):
             advice = "an iterator can be read only once: create it again"
             refuse("batches", "an iterator that has not been read", got, advice, kind=DataError)
         self._step, self._index, self._epoch, self._row = step, index, epoch, row
-        self._position, self._buffer, self._read_error = json.dumps(position), [], None
+        self._position, self._buffer = json.dumps(position), []
 
     @property
     def endless(self) -> bool:
@@ -320,6 +313,7 @@ class Stream:
         self._iterator: Any = source  # of the current epoch
         self._state = _find_state(source)  # of the current epoch, if it has one
         self._restored_epoch: int | None = None
+        self._error: Exception | None = None  # of the last read
 
     def start_epoch(self, epoch: int) -> None:
         """Start an epoch from its beginning."""
@@ -329,10 +323,24 @@ class Stream:
             advice = "create the stream and its batches again"
             refuse("source", expected, got, advice, kind=DataError)
         _, self._iterator, self._state = self._open(epoch)
+        self._error = None
 
     def read(self) -> Any:
         """Return the next example, or raise StopIteration."""
-        return next(self._iterator)
+        try:
+            example = next(self._iterator)
+        except StopIteration:
+            if self._error is not None:  # a generator that has raised ends silently
+                expected = "a stream that continues after an error"
+                got = f"one that ended after raising {self._error!r}"
+                advice = "create the stream again, and restore the last position"
+                refuse("source", expected, got, advice, kind=DataError, cause=self._error)
+            raise
+        except Exception as error:
+            self._error = error
+            raise
+        self._error = None
+        return example
 
     def position(self) -> str:
         """Return the position in the epoch as JSON text, or the reason why it is unknown.
@@ -371,7 +379,7 @@ class Stream:
         if state.holder is not iterator:  # the iterable has it: iterate it after restoring
             iterator = _iterate(iterable)
             self._restored_epoch = epoch if iterable is self._source else None
-        self._iterator, self._state = iterator, state
+        self._iterator, self._state, self._error = iterator, state, None
 
     def _open(self, epoch: int) -> tuple[Any, Any, "_State | None"]:
         """Start iterating an epoch; return the iterable, its iterator, and the state of either."""
