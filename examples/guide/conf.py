@@ -69,7 +69,7 @@ PUBLIC |= {f"stepfold.adapter.{name}": f"stepfold.adapter.{name}" for name in ad
 
 
 class LinkedNames(SphinxTransform):
-    """Link `sf.name` and `sf.name(…)` in a text to the reference, and `examples/name.py` to its page."""
+    """Link `sf.name` and `sf.name(…)` in a text to the reference, and examples to their pages."""
 
     default_priority = 400
 
@@ -122,18 +122,21 @@ def offer_notebook(_app: Sphinx, page: str, source: list[str]) -> None:
     """Link the notebook of a tutorial below its title."""
     if page in generated.NOTEBOOKS:
         name = page.rpartition("/")[2]
-        link = f"{{download}}`Download this page as a notebook <{name}.ipynb>`, for Jupyter or Colab. "
+        link = f"{{download}}`Download this page as a notebook <{name}.ipynb>`"
         title, _, rest = source[0].partition("\n\n")
-        source[0] = f"{title}\n\n{link}It needs no GPU.\n\n{rest}"
+        source[0] = f"{title}\n\n{link}, for Jupyter or Colab. It needs no GPU.\n\n{rest}"
 
 
-def give_captions_a_level(
+def make_accessible(
     _app: Sphinx, _page: str, _template: str, context: dict[str, Any], _document: Any
 ) -> None:
-    """Let a screen reader know that the captions of the sidebar are headings of level 2."""
-    name = "furo_navigation_tree"
-    role = 'role="heading"'
-    context[name] = context.get(name, "").replace(role, f'{role} aria-level="2"')
+    """Give the captions of the sidebar a level, and let the keyboard scroll blocks of code."""
+    replaced = {
+        "furo_navigation_tree": ('role="heading"', 'role="heading" aria-level="2"'),
+        "body": ("<pre>", '<pre tabindex="0">'),
+    }
+    for name, (old, new) in replaced.items():
+        context[name] = context.get(name, "").replace(old, new)
 
 
 def setup(app: Sphinx) -> None:
@@ -141,6 +144,6 @@ def setup(app: Sphinx) -> None:
     app.add_config_value("repository", "<repository URL>", "env")
     app.connect("config-inited", lambda _, config: generated.write_all(config.repository))
     app.connect("source-read", offer_notebook)
-    app.connect("html-page-context", give_captions_a_level, priority=900)
+    app.connect("html-page-context", make_accessible, priority=900)
     app.add_transform(LinkedNames)
     app.add_transform(DarkPictures)

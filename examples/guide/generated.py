@@ -88,7 +88,7 @@ def messages_page(title: str, reference: str, found: list[Message]) -> str:
     """Return the page of the messages of one folder, by the argument that they begin with."""
     page = [
         f"# Messages: {title}",
-        f"`…` stands for what depends on the call. [The reference]({reference}) describes the arguments.",
+        f"`…` stands for what depends on the call. The [reference]({reference}) has the arguments.",
     ]
     of_argument = lambda message: message.text.partition(":")[0]
     for argument, group in itertools.groupby(sorted(found, key=of_argument), of_argument):
@@ -151,7 +151,8 @@ def _messages_of(call: ast.Call, scope: Scope) -> list[Message]:
         if not hasattr(errors, kind):  # a subclass that is not public
             kind = "StepfoldError" if kind.startswith("_") else "CheckpointError"
         if isinstance(given["got"], ast.Name | ast.IfExp):
-            got = ["…"]  # its values are not worth a line each
+            # A short value is not worth a line.
+            got = [text for text in got if text.count(" ") > 4] or ["…"]
         parts = itertools.product(argument, expected, got, advice)
         return [
             Message(kind, f"{argument}: expected {expected}, got {got}{advice and '; '}{advice}")
@@ -181,10 +182,15 @@ def _texts(node: ast.AST, scope: Scope) -> list[str]:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             both = itertools.product(_texts(left, scope), _texts(right, scope))
             return [a + b for a, b in itertools.islice(both, 8)]
+        case ast.BinOp(left=left, op=ast.Mult()):  # "text" * condition
+            return [*_texts(left, scope), ""]
         case ast.IfExp(body=body, orelse=orelse):
             return [*_texts(body, scope), *_texts(orelse, scope)]
         case ast.BoolOp(values=values):
             return [text for value in values for text in _texts(value, scope) if text != "…"]
+        case ast.Call(func=ast.Attribute(attr="join"), args=[ast.List(elts=lines)]):
+            parts = [_texts(line, scope) for line in lines]
+            return [" ".join(part) for part in itertools.islice(itertools.product(*parts), 8)]
         case ast.Name(id=name):
             return _assigned(name, scope) or ["…"]
         case _:
