@@ -77,7 +77,7 @@ class LinkedNames(SphinxTransform):
         """Wrap the literals."""
         for literal in list(self.document.findall(docutils.nodes.literal)):
             if example := re.fullmatch(r"examples/(\w+)\.py", literal.astext()):
-                self._link_example(literal, f"/examples/{example[1]}")
+                self._link_example(literal, f"examples/{example[1]}")
                 continue
             target = PUBLIC.get(literal.astext().partition("(")[0])
             is_linked = isinstance(literal.parent, docutils.nodes.reference | pending_xref)
@@ -92,11 +92,12 @@ class LinkedNames(SphinxTransform):
     def _link_example(self, literal: docutils.nodes.literal, page: str) -> None:
         if isinstance(literal.parent, pending_xref) and literal.parent["refdomain"] == "py":
             literal.parent.replace_self(literal)  # a docstring's, which looks for an object
-        if self.env.docname != page[1:] and not isinstance(literal.parent, pending_xref):
-            link = pending_xref(
-                "", refdomain="std", reftype="doc", reftarget=page, refexplicit=True
-            )
-            link["refdoc"] = self.env.docname
+        docname = self.env.docname
+        if docname != page and not isinstance(
+            literal.parent, docutils.nodes.reference | pending_xref
+        ):
+            uri = self.app.builder.get_relative_uri(docname, page)
+            link = docutils.nodes.reference("", "", refuri=uri, internal=True)
             literal.replace_self(link)
             link += literal
 
