@@ -56,10 +56,13 @@ def numbers(pattern, printed):
     [pytest.param(name, marks=[pytest.mark.full] * (name != "quickstart")) for name in NAMES],
 )
 def test_example_prints_what_its_page_shows(name, examples):
-    """Up to numbers, of which other machines have others: it begins alike."""
+    """Most lines do, up to numbers and generated text, which depend on the machine."""
     shown = (EXAMPLES / "guide" / "examples" / f"{name}.txt").read_text()
-    begin = lambda text: re.sub(r"[\d.]+", "0", text.splitlines()[0])
-    assert begin(examples.printed(name)) == begin(shown)
+    alike = lambda text: {
+        " ".join(re.sub(r"-?[\d.,]+", " 0 ", x).split()) for x in text.splitlines()
+    }
+    same = alike(shown) & alike(examples.printed(name))
+    assert len(same) >= len(alike(shown)) / 2
 
 
 def test_examples_are_short_and_have_a_main_function():

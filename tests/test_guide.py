@@ -90,7 +90,8 @@ def strings_of_messages(source):
             start = None if start == depth else start
             depth -= 1
         elif start is not None and token.type in parts:
-            pieces = re.split(r"""[{}"]|\\n|'$|^f?'""", token.string)
+            text = re.sub(r"\{[^{}]*\}", "{", token.string)  # before Python 3.12, values are inside
+            pieces = re.split(r"""[{}"]|\\n|'$|^f?'""", text)
             yield " ".join(max(pieces, key=len).split())
 
 
