@@ -58,10 +58,11 @@ def test_readme_links_exist():
 
 
 def test_guide_lists_every_example():
-    text = (ROOT / "examples" / "guide" / "examples.md").read_text()
-    assert set(re.findall(r"`(\w+\.py)`", text)) == {
-        path.name for path in (ROOT / "examples").glob("*.py")
-    }
+    folder = ROOT / "examples" / "guide" / "examples"
+    text = (folder / "index.md").read_text()
+    names = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert {*re.findall(r"\[`(\w+)\.py`\]\(\1\.md\)", text)} == names
+    assert {path.stem for path in folder.glob("*.txt")} == names
 
 
 def test_guide_names_files_that_exist():

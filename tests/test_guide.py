@@ -1,9 +1,13 @@
 """Every page of the guide runs as a program, and prints what it shows; the site has no gaps."""
 
 import importlib.util
+import io
+import itertools
+import json
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -14,13 +18,20 @@ from stepfold import adapter
 from .forks import PRELOAD, ForkServer
 
 GUIDE = Path(__file__).parent.parent / "examples" / "guide"
-SPEC = importlib.util.spec_from_file_location("pages", GUIDE / "pages.py")
-pages = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(pages)
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, GUIDE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+pages, generated = load("pages"), load("generated")
 
 PAGES = [str(page.relative_to(GUIDE)) for page in pages.all_pages()]
 # Those that run by default. The others run with --full, and `.ci/run` always runs all.
-DEFAULT = {"index.md", "tutorials/first-run.md"}
+DEFAULT = {"tutorials/first-run.md"}
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +64,93 @@ def test_a_page_that_prints_something_else_fails(tmp_path):
     )
     assert done.returncode == 1
     assert "page.md:2: expected\n3\ngot\n2\n" in done.stderr
+
+
+def test_the_set_up_at_the_end_runs_first(tmp_path):
+    page = tmp_path / "page.md"
+    answer = "```python\nprint(x + 1)\n```\n```text\n2\n```\n"
+    page.write_text(f"{answer}\n## Set-up\n\n<details>\n\n```python\nx = 1\n```\n\n</details>\n")
+    assert [block.code for block in pages.read_blocks(page)] == ["x = 1\n", "print(x + 1)\n"]
+    assert list(pages.run_page(page)) == []
+
+
+RAISES = r"refuse|warn|DamageError|(Config|Loss|Sharding|Checkpoint|Data|TreeMismatch|Retrace)Error"
+
+
+def strings_of_messages(source):
+    """Return the longest literal part of each string in the calls that raise or warn."""
+    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    depth, start, parts = 0, None, {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)}
+    for before, token in itertools.pairwise(tokens):
+        if token.string == "(" and token.type == tokenize.OP:
+            depth += 1
+            if start is None and re.fullmatch(RAISES, before.string):
+                start = depth
+        elif token.string == ")" and token.type == tokenize.OP:
+            start = None if start == depth else start
+            depth -= 1
+        elif start is not None and token.type in parts:
+            text = re.sub(r"\{[^{}]*\}", "{", token.string)  # before Python 3.12, values are inside
+            pieces = re.split(r"""[{}"]|\\n|'$|^f?'""", text)
+            yield " ".join(max(pieces, key=len).split())
+
+
+def test_messages_has_the_text_of_every_error_and_warning():
+    """Found by another way: from tokens instead of the syntax tree."""
+    (root,) = map(Path, stepfold.__path__)
+    messages = [m.text for folder in generated.TOPICS for m in generated.messages(folder)]
+    listed = " ".join(" ".join(messages).split())
+    missing = {
+        text
+        for path in root.rglob("*.py")
+        for text in strings_of_messages(path.read_text())
+        if len(re.findall(r"[a-z]{2,}", text)) > 2 and text not in listed
+    }
+    assert missing == set()
+    assert len({*messages}) > 600
+
+
+def test_a_message_has_the_values_of_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(stepfold, "__path__", [str(tmp_path)])
+    source = """
+    def check(n, what):
+        advice = "not this"
+        advice = "give one"
+        if n:
+            advice = "give two"
+        refuse(f"n={n}", f"a {what}", repr(n), advice, kind=DataError)
+    """
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "one.py").write_text(source.replace("\n    ", "\n"))
+    assert {*generated.messages("data")} == {
+        ("DataError", "n=…: expected a …, got …; give one"),
+        ("DataError", "n=…: expected a …, got …; give two"),
+    }
+
+
+def test_a_notebook_has_the_code_of_its_page():
+    for name in generated.NOTEBOOKS:
+        page = GUIDE / f"{name}.md"
+        install, *cells = generated.notebook(page.read_text(), "%pip")["cells"]
+        assert install["source"] == ["%pip"]
+        code = ["".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code"]
+        assert code == [block.code for block in pages.read_blocks(page)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", generated.NOTEBOOKS)
+def test_a_notebook_runs(name, tmp_path):
+    packages = generated.NOTEBOOKS[name]
+    install = generated.INSTALL.format(repository="none", packages=packages)
+    page = (GUIDE / f"{name}.md").read_text()
+    path = tmp_path / "notebook.ipynb"
+    path.write_text(json.dumps(generated.notebook(page, install)))
+    execute = "from nbclient.cli import main; main()"
+    command = [sys.executable, "-c", execute, "--inplace", path.name]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    cells = json.loads(path.read_text())["cells"]
+    shown = [output for cell in cells for output in cell.get("outputs", ())]
+    assert any("image/png" in output.get("data", ()) for output in shown)
 
 
 def test_reference_has_every_public_name_once():
@@ -124,3 +222,55 @@ def test_links_within_the_site_lead_somewhere(site):
             if not target.exists() or (anchor and anchor not in anchors.get(target, {anchor})):
                 broken.append((str(page.relative_to(site)), link))
     assert broken == []
+
+
+@pytest.mark.full
+def test_pages_are_small(site):
+    sizes = {page: page.stat().st_size for page in site.rglob("*.html")}
+    assert {page.name: size for page, size in sizes.items() if size > 300_000} == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("inference", "recipes/using"),
+        ("perplexity", "recipes/seq2seq"),
+        ("generation", "examples/generation"),
+        ("seq2seq", "recipes/seq2seq"),
+        ("GAN", "recipes/gan"),
+        ("MAML", "recipes/meta-learning"),
+        ("smoothing", "recipes/classifiers"),
+        ("NNX", "recipes/nnx"),
+        ("EMA", "recipes/ema"),
+        ("sweep", "recipes/best-of-a-sweep"),
+        ("Colab", "installation"),
+        ("offline", "installation"),
+        ("Lightning", "why"),
+        ("donation", "glossary"),
+        ("divisor", "troubleshooting/core"),
+    ],
+)
+def test_search_finds(word, page, site):
+    from sphinx.search.en import SearchEnglish
+
+    index = (site / "searchindex.js").read_text()
+    index = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))
+    stem = SearchEnglish({}).stem(word.lower())
+    found = [index[kind].get(stem, []) for kind in ("terms", "titleterms")]
+    numbers = [number for one in found for number in (one if isinstance(one, list) else [one])]
+    assert page in [index["docnames"][number] for number in numbers]
+
+
+@pytest.mark.full
+def test_examples_are_links(site):
+    """Wherever a page names one."""
+    named = 0
+    for page in site.rglob("*.html"):
+        text = re.sub(r"<pre.*?</pre>", "", page.read_text(), flags=re.DOTALL)
+        literal = r'(.{200})<code[^>]*><span class="pre">examples/(\w+)\.py</span></code>'
+        for match in re.finditer(literal, text, re.DOTALL):
+            own = page == site / "examples" / f"{match[2]}.html"
+            assert own or f'{match[2]}.html"' in match[1], (page.name, match[2])
+            named += not own
+    assert named > 20

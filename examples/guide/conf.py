@@ -6,8 +6,13 @@ Sphinx reads the pages in Markdown by MyST, as the sites of jax, flax and optax 
     sphinx-build --fail-on-warning examples/guide build/guide
 
 and open `build/guide/index.html`. A page requests nothing from other hosts, and the search works
-without a server.
+without a server. `-D repository=URL` puts the address of the repository into the notebooks.
 """
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
 
 import docutils.nodes
 from sphinx.addnodes import pending_xref
@@ -16,6 +21,9 @@ from sphinx.transforms import SphinxTransform
 
 import stepfold
 from stepfold import adapter
+
+sys.path.insert(0, str(Path(__file__).parent))
+import generated
 
 project = "stepfold"
 author = "the developers of stepfold"
@@ -43,11 +51,13 @@ napoleon_attr_annotations = False  # as autodoc_typehints
 autodoc_typehints = "none"  # the aliases are spelled out, and fill a page
 autodoc_preserve_defaults = True
 codeautolink_concat_default = True  # a page is one program
+codeautolink_global_preface = "import stepfold as sf"  # also before the set-up at its end
 codeautolink_warn_on_missing_inventory = False
 
 html_theme = "furo"
 html_title = f"stepfold {release}"
 html_static_path = ["static"]
+html_logo = html_favicon = "static/logo.svg"
 html_css_files = ["guide.css"]
 html_show_sphinx = False
 html_copy_source = False
@@ -59,13 +69,16 @@ PUBLIC |= {f"stepfold.adapter.{name}": f"stepfold.adapter.{name}" for name in ad
 
 
 class LinkedNames(SphinxTransform):
-    """Let `sf.name` and `sf.name(…)` in the text of a page link to the reference."""
+    """Link `sf.name` and `sf.name(…)` in a text to the reference, and examples to their pages."""
 
     default_priority = 400
 
     def apply(self) -> None:
         """Wrap the literals."""
         for literal in list(self.document.findall(docutils.nodes.literal)):
+            if example := re.fullmatch(r"examples/(\w+)\.py", literal.astext()):
+                self._link_example(literal, f"examples/{example[1]}")
+                continue
             target = PUBLIC.get(literal.astext().partition("(")[0])
             is_linked = isinstance(literal.parent, docutils.nodes.reference | pending_xref)
             if target is None or is_linked or literal.rawsource.startswith(":"):
@@ -73,6 +86,18 @@ class LinkedNames(SphinxTransform):
             link = pending_xref(
                 "", refdomain="py", reftype="obj", reftarget=target, refdoc=self.env.docname
             )
+            literal.replace_self(link)
+            link += literal
+
+    def _link_example(self, literal: docutils.nodes.literal, page: str) -> None:
+        if isinstance(literal.parent, pending_xref) and literal.parent["refdomain"] == "py":
+            literal.parent.replace_self(literal)  # a docstring's, which looks for an object
+        docname = self.env.docname
+        if docname != page and not isinstance(
+            literal.parent, docutils.nodes.reference | pending_xref
+        ):
+            uri = self.app.builder.get_relative_uri(docname, page)
+            link = docutils.nodes.reference("", "", refuri=uri, internal=True)
             literal.replace_self(link)
             link += literal
 
@@ -94,7 +119,32 @@ class DarkPictures(SphinxTransform):
                 light.parent.insert(light.parent.index(light) + 1, dark)
 
 
+def offer_notebook(_app: Sphinx, page: str, source: list[str]) -> None:
+    """Link the notebook of a tutorial below its title."""
+    if page in generated.NOTEBOOKS:
+        name = page.rpartition("/")[2]
+        link = f"{{download}}`Download this page as a notebook <{name}.ipynb>`"
+        title, _, rest = source[0].partition("\n\n")
+        source[0] = f"{title}\n\n{link}, for Jupyter or Colab. It needs no GPU.\n\n{rest}"
+
+
+def make_accessible(
+    _app: Sphinx, _page: str, _template: str, context: dict[str, Any], _document: Any
+) -> None:
+    """Give the captions of the sidebar a level, and let the keyboard scroll blocks of code."""
+    replaced = {
+        "furo_navigation_tree": ('role="heading"', 'role="heading" aria-level="2"'),
+        "body": ("<pre>", '<pre tabindex="0">'),
+    }
+    for name, (old, new) in replaced.items():
+        context[name] = context.get(name, "").replace(old, new)
+
+
 def setup(app: Sphinx) -> None:
-    """Register the transforms."""
+    """Write the pages that are made from other files, and register the transforms."""
+    app.add_config_value("repository", "<repository URL>", "env")
+    app.connect("config-inited", lambda _, config: generated.write_all(config.repository))
+    app.connect("source-read", offer_notebook)
+    app.connect("html-page-context", make_accessible, priority=900)
     app.add_transform(LinkedNames)
     app.add_transform(DarkPictures)

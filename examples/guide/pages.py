@@ -2,6 +2,7 @@
 
     python examples/guide/pages.py PAGE.md              runs a page in the current folder
     python examples/guide/pages.py --pictures [NAME…]   draws all pictures again, or those of pages
+    python examples/guide/pages.py --examples [NAME…]   records what the examples print
 
 A picture is drawn by a page, or by a script in `pictures/` if its code would not help a reader.
 
@@ -125,6 +126,20 @@ def _run_block(block: Block, page: Path, names: dict[str, object]) -> None:
         exec(compile(code, str(page), "exec", dont_inherit=True), names)
 
 
+def record_examples(names: Sequence[str]) -> None:
+    """Run examples in empty folders, and keep what they print for their pages."""
+    for path in sorted(GUIDE.parent.glob("*.py")):
+        if names and path.name not in names:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, path]
+            ended = subprocess.run(
+                command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True
+            )
+            printed = ended.stdout.replace(f"{Path(folder).resolve()}/", "")
+        (GUIDE / "examples" / f"{path.stem}.txt").write_text(printed)
+
+
 def draw_pictures(names: Sequence[str]) -> None:
     """Run pages and scripts that draw, in empty folders, and keep the pictures, light and dark."""
     drawing = [page for page in all_pages() if "savefig(" in page.read_text()]
@@ -154,6 +169,8 @@ def _keep(picture: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--pictures"]:
         draw_pictures(sys.argv[2:])
+    elif sys.argv[1:2] == ["--examples"]:
+        record_examples(sys.argv[2:])
     elif len(sys.argv) == 2:
         page = Path(sys.argv[1]).resolve()
         sys.path[0] = ""  # as in an interactive session, so that a page can import what it wrote
