@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 import stepfold as sf
 
@@ -22,15 +23,19 @@ def init(key, *, layers=3, width=128):
     return {name: jax.random.normal(k, s) * s[-2] ** -0.5 for (name, s), k in draws}
 
 
-def loss_fn(params, batch, key, spread=lambda x: x):
+def loss_fn(params, batch, key, spread=lambda x: x, remat=None):
     """Return the masked token loss and a penalty on all logits, with separate denominators.
 
-    `spread` is applied to the activations between layers, as a sharding constraint.
+    `spread` is applied to the activations between layers, as a sharding constraint. `remat` is a
+    policy of `jax.checkpoint` for each layer.
     """
     del key
+    layer = partial(_layer, spread)
+    if remat is not None:
+        layer = jax.checkpoint(layer, policy=remat)
     layers = {name: params[name] for name in ("qkv", "proj", "up", "down")}
     x = spread(params["embed"][batch["tokens"]])
-    x, _ = jax.lax.scan(partial(_layer, spread), x, layers)
+    x, _ = jax.lax.scan(layer, x, layers)
     logits = _normed(x) @ params["out"]
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     penalty = 1e-4 * jax.nn.logsumexp(logits, -1) ** 2
@@ -40,8 +45,10 @@ def loss_fn(params, batch, key, spread=lambda x: x):
 def _layer(spread, x, p):
     heads = (*x.shape[:2], 3, HEADS, x.shape[-1] // HEADS)
     q, k, v = jnp.moveaxis((_normed(x) @ p["qkv"]).reshape(heads), 2, 0)
-    x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["proj"]
-    return spread(x + jax.nn.gelu(_normed(x) @ p["up"]) @ p["down"]), None
+    attention = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+    x = x + checkpoint_name(attention, "attention") @ p["proj"]
+    hidden = checkpoint_name(_normed(x) @ p["up"], "hidden")
+    return spread(x + jax.nn.gelu(hidden) @ p["down"]), None
 
 
 def _normed(x):

@@ -36,7 +36,7 @@ from stepfold.errors import (
     StepfoldError,
     TreeMismatchError,
 )
-from stepfold.inspect.choose import choose
+from stepfold.inspect.choose import choose, choose_remat
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.inspect.report import Report, describe, parameter_table
 from stepfold.loop.elastic import Elastic
@@ -123,6 +123,7 @@ __all__ = [
     "callback",
     "check_step",
     "choose",
+    "choose_remat",
     "clip_by_ordered_norm",
     "collate",
     "compile_step",

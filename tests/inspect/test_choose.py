@@ -1,13 +1,20 @@
 """`choose` takes the cheapest of the arguments that fit."""
 
+import dataclasses
 import functools
+import re
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import stepfold as sf
+from stepfold.inspect.choose import remat_policies
+from stepfold.table import amount
 
 TX = optax.sgd(0.1)
 BATCH = jax.ShapeDtypeStruct((512, 64), jnp.float32)
@@ -61,7 +68,7 @@ def test_the_cheapest_is_the_one_with_the_fewest_flops_that_fits():
 def test_the_table_has_all():
     choice = sf.choose(compiled, SHAPE, BATCH, [PLAIN, SPLIT], limit=peak() - 1)
     head, _, plain, split, _, last = str(choice).splitlines()
-    assert head.split() == ["on", "each", "device", "memory", "FLOPs", "sent", "fits"]
+    assert head.split() == ["on", "each", "device", "memory", "FLOPs", "extra", "sent", "fits"]
     assert plain.startswith("no arguments  ")
     assert plain.endswith("  no")
     assert split.startswith("accumulate=16 ")
@@ -130,25 +137,32 @@ def test_if_none_fits_the_error_lists_all():
     assert "\naccumulate=16 " in str(caught.value)
 
 
-def refusing(**options):
-    """Make a step whose compilation fails with accumulate=1, as for a device with less memory."""
+def refuse_programs(monkeypatch, unless="no text of a program"):
+    """Let the compiler refuse programs without a text, as for a device with less memory."""
+    compile_any = jax.stages.Lowered.compile
 
-    def step(state, batch):
-        if options["accumulate"] == 1:
-            raise sf.OutOfMemoryError("no room\nXLA reports: RESOURCE_EXHAUSTED: Used 19G of 15G")
-        return make_step(**options)(state, batch)
+    def compile_some(lowered):
+        if unless in lowered.as_text():
+            return compile_any(lowered)
+        raise RuntimeError("RESOURCE_EXHAUSTED: Used 19G of 15G")
 
-    return step
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_some)
 
 
-def test_what_the_compiler_refuses_does_not_fit():
-    choice = sf.choose(refusing, SHAPE, BATCH, [{"accumulate": 1}, {"accumulate": 4}])
-    assert choice.arguments == {"accumulate": 4}
-    assert "no: RESOURCE_EXHAUSTED: Used 19G of 15G" in str(choice)
-    with pytest.raises(
-        sf.OutOfMemoryError, match=r"(?s)fits into a device, .*accumulate=1 .*no: R"
-    ):
-        sf.choose(refusing, SHAPE, BATCH, [{"accumulate": 1}])
+def test_what_the_compiler_refuses_does_not_fit(monkeypatch):
+    refuse_programs(monkeypatch, unless="while")  # those that accumulate
+    choice = sf.choose(make_step, SHAPE, BATCH, [PLAIN, SPLIT, AGAIN])
+    assert choice.arguments == SPLIT
+    *_, plain, split, again, _, _ = str(choice).splitlines()
+    assert plain.endswith("no: RESOURCE_EXHAUSTED: Used 19G of 15G")
+    with pytest.raises(sf.OutOfMemoryError, match=r"(?s)fits into a device, .*arguments .*no: R"):
+        sf.choose(make_step, SHAPE, BATCH, [PLAIN])
+    # Its FLOPs are known without a program, and are what the others are compared with.
+    share = amount(choice.report.flops.dots)
+    assert f"  {share}     0%  " in plain
+    assert f"  {share}     0%  " in split
+    more = sf.describe(compiled(**AGAIN), SHAPE, BATCH).flops.dots / choice.report.flops.dots
+    assert f"  {more - 1:.0%}  " in again
 
 
 def test_other_errors_name_the_candidate():
@@ -168,3 +182,90 @@ def test_what_is_no_list_of_arguments_is_refused(candidates):
 def test_a_limit_is_a_number_of_bytes(limit):
     with pytest.raises(sf.ConfigError, match="limit: expected bytes, a number above 0, got"):
         sf.choose(make_step, SHAPE, BATCH, [PLAIN], limit=limit)
+
+
+# Rematerialization
+
+
+def make_remat(remat, names=("hidden",)):
+    def layer(x, weights):
+        hidden = jnp.tanh(x @ weights["in"])
+        for name in names:
+            hidden = checkpoint_name(hidden, name)
+        return jnp.sin(hidden) @ weights["out"], None
+
+    def stacked_loss(params, batch, key):
+        layers = jax.tree.map(lambda x: jnp.stack([x] * 3), params)
+        return sf.mean(jax.lax.scan(jax.checkpoint(layer, policy=remat), batch, layers)[0] ** 2)
+
+    return sf.make_train_step(stacked_loss, TX)
+
+
+NOTHING = {"remat": jax.checkpoint_policies.nothing_saveable}
+
+
+def test_the_policy_that_fits_is_chosen_from_a_table_of_all():
+    choice = sf.choose_remat(make_remat, SHAPE, BATCH, limit=6 * 2**20)
+    assert choice.arguments == NOTHING
+    assert choice.report.memory.peak <= 6 * 2**20
+    _, _, *rows, _, last = str(choice).splitlines()
+    cells = [re.split("  +", row) for row in rows]
+    # Of the six products of three layers and twelve of their gradients, three are computed again.
+    assert [(name, extra, fits) for name, _, _, extra, _, fits in cells] == [
+        ("everything_saveable", "0%", "no"),
+        ("dots_saveable", "0%", "no"),
+        ("dots_with_no_batch_dims_saveable", "0%", "no"),
+        ("nothing_saveable", "17%", "yes"),
+        ("names saved: hidden", "17%", "no"),
+    ]
+    assert last == "the cheapest that fits: nothing_saveable"
+
+
+def test_a_function_of_devices_makes_the_plan_for_each_policy():
+    def build(devices, remat):
+        plan = sf.make_sharding(SHAPE, sf.make_mesh(devices=devices))
+        return make_remat(remat, names=()), plan
+
+    choice = sf.choose_remat(build, SHAPE, BATCH, devices=jax.devices()[:2])
+    assert (choice.arguments, choice.report.devices) != (NOTHING, 2)
+    assert choice.report.devices == 2
+    assert "names" not in str(choice)
+
+
+def test_a_step_that_ignores_its_policy_is_refused():
+    words = "make_step: expected a step whose gradients use remat, got one that ignores it; pass it"
+    for step in (make_step(), sf.make_eval_step(loss_fn)):
+        with pytest.raises(sf.ConfigError, match=words):
+            sf.choose_remat(lambda remat, step=step: step, SHAPE, BATCH)
+
+
+def test_if_no_policy_fits_the_error_has_the_flops_of_all(monkeypatch):
+    refuse_programs(monkeypatch)
+    with pytest.raises(sf.OutOfMemoryError, match="into a device, got none; ") as caught:
+        sf.choose_remat(make_remat, SHAPE, BATCH)
+    assert re.findall(r" (\d+%) ", str(caught.value)) == ["0%", "0%", "0%", "17%", "17%"]
+
+
+def test_what_the_host_keeps_comes_last(monkeypatch):
+    """The fewest FLOPs do not count then, since the time of copies is not known."""
+
+    def describe(step, *arguments, **options):
+        report = sf.describe(compiled(**step), SHAPE, BATCH)
+        memory = dataclasses.replace(report.memory, host=len(step) == 1 and 3 * 2**20)
+        return dataclasses.replace(report, memory=memory)
+
+    monkeypatch.setattr(sys.modules["stepfold.inspect.choose"], "describe", describe)
+    choice = sf.choose(dict, SHAPE, BATCH, [SPLIT, AGAIN])
+    assert choice.arguments == AGAIN
+    assert " + 3.00 MiB on the host  " in str(choice)
+    assert sf.choose(dict, SHAPE, BATCH, [SPLIT]).arguments == SPLIT
+
+
+@pytest.mark.parametrize(
+    ("platform", "kinds", "counts"),
+    [("tpu", ["device", "pinned_host"], (5, 7)), ("tpu", ["device"], (4, 5)), ("cpu", [], (4, 5))],
+)
+def test_policies_offload_where_the_device_can(platform, kinds, counts):
+    memories = [SimpleNamespace(kind=kind) for kind in (*kinds, *["pinned_host"] * (not kinds))]
+    device = SimpleNamespace(platform=platform, addressable_memories=lambda: memories)
+    assert (len(remat_policies([], device)), len(remat_policies(["a"], device))) == counts

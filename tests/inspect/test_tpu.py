@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
@@ -143,6 +144,34 @@ def test_choose_takes_the_layout_that_fits():
     assert "no: RESOURCE_EXHAUSTED" in str(choice)
     with pytest.raises(sf.OutOfMemoryError, match="into a device, got none"):
         sf.choose(make_step, state, batch, layouts[:1])
+
+
+def test_what_the_forward_pass_keeps_may_wait_in_the_memory_of_the_host():
+    tx, batch = optax.sgd(0.1), jax.ShapeDtypeStruct((8192, 256), jnp.float32)
+    init = lambda key: jnp.ones((4, 256, 256))
+    state = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))
+
+    def build(devices, remat):
+        @functools.partial(jax.checkpoint, policy=remat)
+        def layer(x, weights):
+            return jnp.tanh(checkpoint_name(x @ weights, "hidden")), None
+
+        loss_fn = lambda params, x, key: sf.mean(lax.scan(layer, x, params)[0])
+        plan = sf.make_sharding(state, sf.make_mesh(devices=devices))
+        return sf.make_train_step(loss_fn, tx), plan
+
+    choice = sf.choose_remat(build, state, batch, devices=sf.devices_of("v5e:1x1"))
+    host = {line.split("  ")[0]: " on the host " in line for line in str(choice).splitlines()[2:9]}
+    assert host == {
+        "everything_saveable": False,
+        "dots_saveable": False,
+        "dots_with_no_batch_dims_saveable": False,
+        "nothing_saveable": False,
+        "names saved: hidden": False,
+        "dots_with_no_batch_dims offloaded": True,
+        "names offloaded: hidden": True,
+    }
+    assert choice.report.memory.host == 0
 
 
 def test_a_step_for_a_tpu_does_not_run_here():

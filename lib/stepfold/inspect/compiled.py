@@ -210,17 +210,7 @@ def compile_step(
     example = batch
     state, batch = abstract_arguments(state, batch, sharding)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (state, batch))
-    meshes = [getattr(leaf.sharding, "mesh", None) for leaf in jax.tree.leaves(batch)]
-    if any(mesh is not None and AxisType.Explicit in mesh.axis_types for mesh in meshes):
-        example = batch  # shardings are part of the types that are traced
-    else:
-        # jit traces committed arrays and arrays of the host separately, although both run the same
-        # program. Its fast path is for arguments like those that were traced.
-        example = jax.tree.map(
-            lambda leaf, array: leaf if committed_sharding(array) else leaf.update(sharding=None),
-            batch,
-            example,
-        )
+    example = _as_traced(batch, example)
     is_compiled = False
 
     def step_once(state: Any, batch: Any) -> Any:
@@ -252,6 +242,19 @@ def compile_step(
     is_compiled = True
     _warn_of_unused_axes((state, batch), traced.jaxpr)
     return CompiledStep(step, jitted, compiled, traced.jaxpr, state, batch, trains=trains)
+
+
+def _as_traced(batch: Any, example: Any) -> Any:
+    """Return the abstract batch as jit traces it for arrays that are where the example's are.
+
+    jit traces committed arrays and arrays of the host separately, although both run the same
+    program. Its fast path is for arguments like those that were traced.
+    """
+    meshes = [getattr(leaf.sharding, "mesh", None) for leaf in jax.tree.leaves(batch)]
+    if any(mesh is not None and AxisType.Explicit in mesh.axis_types for mesh in meshes):
+        return batch  # shardings are part of the types that are traced
+    free = lambda leaf, array: leaf if committed_sharding(array) else leaf.update(sharding=None)
+    return jax.tree.map(free, batch, example)
 
 
 def _warn_of_unused_axes(arguments: Any, jaxpr: Any) -> None:

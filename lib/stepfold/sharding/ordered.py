@@ -76,58 +76,13 @@ def ordered(
     """
     mesh = mesh_of_plan(plan, "ordered")
     sizes = _axis_sizes(mesh, blocks, axes)
-    local_blocks = blocks // math.prod(sizes.values())
     specs = jax.tree.map(lambda sharding: keep_axes(sharding.spec, sizes), plan.params)
 
     def grad(loss_fn: LossFn, *, accumulate: int = 1, stateful: bool = False) -> GradFn:
         if accumulate != 1:
             advice = "a device computes one block at a time, so use more blocks"
             refuse("accumulate", "1 with sf.ordered", f"{accumulate}", advice)
-        objective = objective_of(loss_fn, stateful)
-
-        def sum_over_devices(params: Any, batch: Any, key: Any, model_state: Any) -> Any:
-            from stepfold.core.metrics import merged  # lazy: clu imports flax
-
-            first = lax.axis_index(tuple(sizes)) * local_blocks if sizes else 0
-            rows = jax.tree.map(lambda x: _in_blocks(x, local_blocks), batch)
-
-            def arguments(i: Any) -> Any:
-                block = jax.tree.map(
-                    lambda x: lax.dynamic_index_in_dim(x, i, 0, False) if x.ndim else x, rows
-                )
-                block_key = jax.random.fold_in(key, first + i)
-                # With i in the barrier, the compiler moves nothing out of the loop over the blocks.
-                return lax.optimization_barrier((params, block, block_key, model_state))
-
-            def forward(i: Any) -> Any:
-                return jax.tree.map(_barrier, objective(*arguments(i))[0])
-
-            def backward(i: Any) -> Any:
-                params, *inputs = arguments(i)
-                # A barrier for each: the compiler eliminates a total that no gradient needs.
-                totals = jax.tree.map(lambda x: lax.optimization_barrier((x, i))[0], batch_terms)
-
-                def share(params: Any) -> Any:
-                    aux = objective(params, *inputs)
-                    return share_of(aux[0], totals), aux
-
-                grads, (*reports, new_state) = differentiate(share, params, stateful)
-                return _barrier((_widen((grads, new_state)), reports))
-
-            def merge(stacked: Any) -> Any:
-                if sizes:
-                    gather = lambda x: lax.all_gather(x, tuple(sizes), tiled=True)
-                    stacked = jax.tree.map(gather, stacked)
-                return jax.tree.map(_barrier, merged(jax.tree.map(_barrier, stacked)))
-
-            batch_terms = merge(_map(forward, local_blocks))
-            like = _widen((params, model_state))
-            (grads, new_state), reports = _sum_blocks(backward, local_blocks, like)
-            grads = jax.tree.map(lambda g, spec: _sum_leaf(g, spec, sizes), grads, specs)
-            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-            merge_state = lambda x, old: _merge_state(x, old.dtype, sizes, blocks)
-            new_state = jax.tree.map(merge_state, new_state, model_state)
-            return _barrier((grads, *merge(reports), new_state))
+        sum_over_devices = _device_gradients(loss_fn, stateful, blocks, sizes, specs)
 
         def grad_fn(params: Any, batch: Any, key: Any, model_state: Any) -> Any:
             check_params(params)
@@ -152,6 +107,59 @@ def ordered(
         return grad_fn
 
     return grad
+
+
+def _device_gradients(
+    loss_fn: LossFn, stateful: bool, blocks: int, sizes: Mapping[str, int], specs: Any
+) -> Callable[..., Any]:
+    """Return the function that each device runs on its rows, and that sums over all devices."""
+    objective, local_blocks = objective_of(loss_fn, stateful), blocks // math.prod(sizes.values())
+
+    def sum_over_devices(params: Any, batch: Any, key: Any, model_state: Any) -> Any:
+        from stepfold.core.metrics import merged  # lazy: clu imports flax
+
+        first = lax.axis_index(tuple(sizes)) * local_blocks if sizes else 0
+        rows = jax.tree.map(lambda x: _in_blocks(x, local_blocks), batch)
+
+        def arguments(i: Any) -> Any:
+            block = jax.tree.map(
+                lambda x: lax.dynamic_index_in_dim(x, i, 0, False) if x.ndim else x, rows
+            )
+            block_key = jax.random.fold_in(key, first + i)
+            # With i in the barrier, the compiler moves nothing out of the loop over the blocks.
+            return lax.optimization_barrier((params, block, block_key, model_state))
+
+        def forward(i: Any) -> Any:
+            return jax.tree.map(_barrier, objective(*arguments(i))[0])
+
+        def backward(i: Any) -> Any:
+            params, *inputs = arguments(i)
+            # A barrier for each: the compiler eliminates a total that no gradient needs.
+            totals = jax.tree.map(lambda x: lax.optimization_barrier((x, i))[0], batch_terms)
+
+            def share(params: Any) -> Any:
+                aux = objective(params, *inputs)
+                return share_of(aux[0], totals), aux
+
+            grads, (*reports, new_state) = differentiate(share, params, stateful)
+            return _barrier((_widen((grads, new_state)), reports))
+
+        def merge(stacked: Any) -> Any:
+            if sizes:
+                gather = lambda x: lax.all_gather(x, tuple(sizes), tiled=True)
+                stacked = jax.tree.map(gather, stacked)
+            return jax.tree.map(_barrier, merged(jax.tree.map(_barrier, stacked)))
+
+        batch_terms = merge(_map(forward, local_blocks))
+        like = _widen((params, model_state))
+        (grads, new_state), reports = _sum_blocks(backward, local_blocks, like)
+        grads = jax.tree.map(lambda g, spec: _sum_leaf(g, spec, sizes), grads, specs)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        merge_state = lambda x, old: _merge_state(x, old.dtype, sizes, blocks)
+        new_state = jax.tree.map(merge_state, new_state, model_state)
+        return _barrier((grads, *merge(reports), new_state))
+
+    return sum_over_devices
 
 
 def ordered_norm(
