@@ -296,7 +296,7 @@ class BucketStore(Bucket):
         self.write(name, manifest.encode_checked(content))
 
     def add_note(self, name: str, content: Any) -> bool:
-        found = self._start_read(name)()
+        found = self.start_read(name)()
         encoded = manifest.encode_checked(content)
         return found.state == "missing" and self._replace(name, found, encoded)
 

@@ -13,13 +13,12 @@ from stepfold import tree
 from stepfold.checkpoint.claims import Lease
 from stepfold.checkpoint.restore import restore_from
 from stepfold.checkpoint.results import LEASES, Result, add_result, find_results, read_run
-from stepfold.checkpoint.steps import absolute_path, is_url
 from stepfold.checkpoint.store import Store, complete_steps, open_store, open_to_read
 from stepfold.core.ema import EmaParamsState
 from stepfold.core.optimizer import find_nodes
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.state import TrainState
-from stepfold.core.validation import check_flags, read_positive
+from stepfold.core.validation import absolute_path, check_flags, is_url, read_positive
 from stepfold.errors import CheckpointError, TreeMismatchError, refuse
 from stepfold.loop.arguments import check_evaluations
 from stepfold.loop.evaluate import Evaluation

@@ -301,7 +301,7 @@ def _opened(
             patience, leave_behind = segments.elastic.patience, segments.elastic.leave_behind
             get_group = lambda: segments.group
             stack.enter_context(end_if_stuck(get_group, patience, hooks, leave_behind=leave_behind))
-        else:
+        elif peers.position is not None:  # several processes
             stack.enter_context(end_all_if_stuck(peers.position, patience, hooks))
         yield
 

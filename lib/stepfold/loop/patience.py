@@ -66,10 +66,10 @@ def find_stuck(seen: Mapping[int, Seen]) -> list[int]:
 
 @contextmanager
 def end_all_if_stuck(
-    position: Position | None, patience: float | None, hooks: Sequence[Any]
+    position: Position, patience: float | None, hooks: Sequence[Any]
 ) -> Iterator[None]:
     """Watch for stuck processes of a run that is not elastic, and end all if there is one."""
-    if position is None or patience is None or not KeyValues("stuck"):
+    if patience is None or not KeyValues("stuck"):
         yield
         return
     # It never meets: it has a position and a name.

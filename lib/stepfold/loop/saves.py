@@ -35,7 +35,7 @@ class Save:
         peers: Alone,
         evaluations: Sequence[Evaluate],
         describe: Callable[[Run], dict[str, Any]],
-        awaits: Callable[[Run], Sequence[str]],
+        awaits: Callable[[Run], Sequence[str]] | None,
     ) -> None:
         self._series, self._plan, self._feed, self._hooks = series, plan, feed, hooks
         self._peers, self._evaluations = peers, evaluations
@@ -125,7 +125,7 @@ class Save:
                 before_commit=self._hooks.flush,
                 permanent=permanent,
                 requested=is_requested,
-                awaits=self._awaits(run),
+                awaits=[] if self._awaits is None else self._awaits(run),
             )
         return run._replace(has_news=False)
 
@@ -163,7 +163,8 @@ class Save:
     def _is_needed(self, run: Run) -> bool:
         """Whether an evaluation needs the step, here or in another process."""
         is_saved = self._series is not None and self._series.saved == run.step
-        return (not is_saved and bool(self._awaits(run))) or self._is_best(run)
+        is_awaited = self._awaits is not None and not is_saved and bool(self._awaits(run))
+        return is_awaited or self._is_best(run)
 
     def _is_best(self, run: Run) -> bool:
         """Whether the metric that ranks checkpoints is the best so far; the same in all processes.

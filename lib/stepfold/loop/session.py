@@ -95,9 +95,7 @@ class Session:
         ]
         elsewhere = self._read_elsewhere(evaluations, plan, log)
         evaluations = [each for each in evaluations if not each.evaluation.elsewhere]
-        awaits: Callable[[Run], Sequence[str]] = lambda _: ()
-        if elsewhere is not None:
-            awaits = elsewhere.awaits
+        awaits = None if elsewhere is None else elsewhere.awaits
         save = Save(self.series, plan, self.feed, hooks, peers, evaluations, self.describe, awaits)
         results = [] if elsewhere is None else [elsewhere]
         events = peers.watch([log, *evaluations, *results, EndEpoch(plan, log, peers)])
