@@ -74,6 +74,12 @@ def test_two_names_that_disagree():
         ("metrics", "the loss function returns them"),
         ("evaluate_with_generate", "any function of the state"),
         ("lr", "; write learning_rate=…"),
+        ("deepspeed", "; sharding_array shards the state"),
+        ("fsdp", "; sharding_array shards the state"),
+        ("eval_on_start", "; write evaluations=[sf.Evaluation(…, at_start=True)]"),
+        ("auto_find_batch_size", "; sf.choose finds what fits"),
+        ("disable_tqdm", "; write progress_bar_type='none'"),
+        ("torch_compile", "; a step is always compiled"),
         ("zzzzz", None),
     ],
 )

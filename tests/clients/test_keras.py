@@ -21,13 +21,22 @@ course.check_it_goes_on(trained)
 
 @pytest.mark.full
 def test_a_model_with_batch_norm_and_dropout(tmp_path):
+    run_python(tmp_path, "-W", "error", "-c", CODE)
+
+
+@pytest.mark.full
+def test_what_the_page_on_keras_says(tmp_path):
+    run_python(tmp_path, "-m", "tests.clients.moving_from_keras")
+
+
+def run_python(folder, *arguments):
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     # Its settings would go into the home folder.
-    own = {"KERAS_BACKEND": "jax", "KERAS_HOME": str(tmp_path), "PYTHONPATH": path}
+    own = {"KERAS_BACKEND": "jax", "KERAS_HOME": str(folder), "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", CODE],
-        cwd=tmp_path,
+        [sys.executable, *arguments],
+        cwd=folder,
         env={**os.environ, **own},
         capture_output=True,
         text=True,

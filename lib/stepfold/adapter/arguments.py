@@ -406,6 +406,12 @@ _ELSEWHERE = {
     "model": "it is an argument of the Trainer",
     "fp16": "write mixed_precision='fp16'",
     "bf16": "write mixed_precision='bf16'",
+    "auto_find_batch_size": "sf.choose finds what fits; then write total_batch_size",
+    "deepspeed": "sharding_array shards the state: (1, -1, 1, 1)",
+    "fsdp": "sharding_array shards the state: (1, -1, 1, 1)",
+    "disable_tqdm": "write progress_bar_type='none'",
+    "eval_on_start": "write evaluations=[sf.Evaluation(…, at_start=True)] of the Trainer",
+    "torch_compile": "a step is always compiled",
 }
 
 

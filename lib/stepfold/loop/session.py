@@ -5,7 +5,7 @@ continue from a checkpoint, or from a copy in memory that is like one.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
