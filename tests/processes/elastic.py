@@ -233,6 +233,9 @@ def runs(start, folder, events, options):
             sf.Evaluation(lambda state: {"norm": float(size(state.params))}, every=15, name="size"),
             sf.Evaluation(evaluate, held_out, at_start=True, name="other", **period),
         ]
+    if "elsewhere" in uses:  # where nothing is evaluated
+        other = sf.Evaluation(lambda state: {}, every=15, name="elsewhere", elsewhere=True)
+        evaluation.append(other)
     directory = f"file://{folder}/bucket" if "file" in uses else options.get("url")
     checkpoints = sf.Checkpoints(directory, **{"every": 20, **options.get("checkpoints", {})})
 

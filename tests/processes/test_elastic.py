@@ -45,6 +45,14 @@ def test_a_run_survives_the_death_of_any_process_but_the_first(kills, undisturbe
 
 
 @pytest.mark.full
+def test_a_run_that_loses_a_process_keeps_what_waits_for_an_evaluation(undisturbed, tmp_path):
+    options = {"uses": ["elsewhere"], "checkpoints": {"keep": 1}}
+    for run in survivors(tmp_path, [("log 30", 2)], **options):
+        compare(run, undisturbed(**options))
+        assert run["checkpoints"] == [15, 30, 45, 60]
+
+
+@pytest.mark.full
 def test_an_error_in_one_process_ends_all_and_is_shown_by_all(tmp_path):
     found = ends(tmp_path, [("log 20", 1, "raise")], 2)
     assert [end.code for end in found] == [1, 1], launch.report(found)

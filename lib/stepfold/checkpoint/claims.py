@@ -5,8 +5,8 @@ claims of others. It has the name if no other claim belongs to a live process. O
 least the second sees the claim of the first, so they never both have it. Taking over from a dead
 process involves no race: its claim is ignored and deleted, and is never used again.
 
-A lease is a weaker thing, which object storage has too: a note that says for as long as its process
-lives what the process uses.
+A lease is weaker, and works in object storage too: a note that says what a process uses. It ends
+with the heartbeat of the process.
 """
 
 import json
@@ -119,7 +119,7 @@ class Claim:
 
 
 class Lease:
-    """A note next to the steps of a store that ends with the heartbeat of its process.
+    """A note next to the steps of a store, which ends with the heartbeat of its process.
 
     >>> import tempfile
     >>> from stepfold.checkpoint.store import open_store

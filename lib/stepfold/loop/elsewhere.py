@@ -37,9 +37,9 @@ _MANY = 10  # steps that wait for an evaluation, from which on a warning is due
 class Elsewhere:
     """Read results at the next event, in the order of their steps, and show them to hooks.
 
-    A result counts if it is of a checkpoint of this run: of one that is there, or of one that was
-    there when its result was read before a resume. Several processes look for results where an
-    evaluation or a save is due, since all of them wait for the first one then.
+    A result counts if its checkpoint exists, or existed when the result was first read: the run may
+    have resumed or gone back since. Several processes look for results only where an evaluation or
+    a save is due, since all of them then wait for process 0.
     """
 
     name = "evaluations elsewhere"
