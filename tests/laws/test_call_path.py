@@ -106,8 +106,9 @@ def test_a_log_point_passes_few_files(run):
 
 def test_an_evaluation_and_a_save_pass_few_files(run):
     assert len(run[0][2 * SAVE]) <= 31, sorted(run[0][2 * SAVE])
-    assert len(run[0][SAVE]) <= 34, sorted(run[0][SAVE])  # the evaluation is traced as well
+    # The evaluation is traced and compiled as well.
+    assert len(run[0][SAVE]) <= 35, sorted(run[0][SAVE])
 
 
 def test_a_run_passes_few_files(run):
-    assert len(run[1]) <= 59, sorted(run[1])
+    assert len(run[1]) <= 61, sorted(run[1])
