@@ -219,6 +219,10 @@ def test_indexes_keep_their_form(tmp_path, monkeypatch):
         "bytes": 4096 + 8 * 4,
     }
     assert np.frombuffer(content[4096:], "<i8").tolist() == [0, 4, 9, 10]
+    write(tmp_path / "b", {"1": "a\nb\nc\nd\n"})
+    sf.files(tmp_path / "b" / "1.txt")
+    content = (tmp_path / "b" / ".stepfold" / "1.txt.index").read_bytes()
+    assert np.frombuffer(content[4096:], "<i8").tolist() == [0, 6, 8]
 
 
 def test_only_the_changed_file_is_indexed_again(tmp_path, monkeypatch):

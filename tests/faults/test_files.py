@@ -134,6 +134,10 @@ def test_without_permission_to_write_the_index_goes_elsewhere(forks, public_path
         "give index=…, a directory that can be written"
     )
     assert count == 5001
+    others = public_path / "others"
+    others.mkdir()
+    end = forks.run(open_as_nobody, str(folder), str(others))
+    assert f"got {others}: no permission to write; give index=" in json.loads(end.output)[1]
     # Another user has made it.
     sf.files(folder / "*.txt")
     end = forks.run(open_as_nobody, str(folder), str(index))
