@@ -131,12 +131,12 @@ def offer_notebook(_app: Sphinx, page: str, source: list[str]) -> None:
 def make_accessible(
     _app: Sphinx, _page: str, _template: str, context: dict[str, Any], _document: Any
 ) -> None:
-    """Give the captions of the sidebar a level, and let the keyboard scroll blocks of code."""
-    replaced = {
-        "furo_navigation_tree": ('role="heading"', 'role="heading" aria-level="2"'),
-        "body": ("<pre>", '<pre tabindex="0">'),
-    }
-    for name, (old, new) in replaced.items():
+    """Give the captions of the sidebar a level, and let the keyboard scroll code and tables."""
+    for name, old, new in (
+        ("furo_navigation_tree", 'role="heading"', 'role="heading" aria-level="2"'),
+        ("body", "<pre>", '<pre tabindex="0">'),
+        ("body", '<div class="table-wrapper', '<div tabindex="0" class="table-wrapper'),
+    ):
         context[name] = context.get(name, "").replace(old, new)
 
 
