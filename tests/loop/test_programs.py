@@ -15,8 +15,9 @@ from stepfold.loop.programs import Programs
 
 
 @pytest.fixture(autouse=True)
-def no_cache():
+def no_cache(monkeypatch):
     """Configure no cache, as most users do; small programs are kept in that of a run too."""
+    monkeypatch.setattr(programs, "has_virtual_devices", lambda: False)
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     reset_cache()
@@ -46,6 +47,12 @@ def test_a_restart_loads_its_programs_and_says_so(tmp_path, capsys):
     assert compiled["reasons"] == []
     assert "from the compilation cache" in (tmp_path / "report.html").read_text()
     assert "compiled the step" not in capsys.readouterr().err
+
+
+def test_virtual_devices_have_no_cache(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    train(tmp_path, 2)
+    assert not (tmp_path / "compiled").exists()
 
 
 def test_the_settings_of_jax_are_as_before(tmp_path):

@@ -545,9 +545,12 @@ def restarts(start, folder, steps):
     """Train with the cache of the run, and print what was loaded and what was compiled."""
     from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+    from stepfold.loop import programs
+
     start()
     name = "jax_compilation_cache_dir"
     before, caught = getattr(jax.config, name), []
+    is_virtual, programs.has_virtual_devices = programs.has_virtual_devices, lambda: False
     jax.config.update(name, None)
     reset_cache()
     try:
@@ -563,6 +566,7 @@ def restarts(start, folder, steps):
     finally:
         jax.config.update(name, before)
         reset_cache()
+        programs.has_virtual_devices = is_virtual
     compiled = json.loads(Path(folder, "run.json").read_text())["attempts"][-1]["compiled"]
     print(json.dumps([compiled["loaded"]["count"], used, [str(each.message) for each in caught]]))
 

@@ -139,7 +139,8 @@ def fit(
         forever. `Elastic` has its own.
       compilation_cache: whether jax's compilation cache is kept in `run_dir/compiled` during the
         run, at most 1 GiB, so that a restart loads its programs. A cache that the user configured,
-        by `jax_compilation_cache_dir`, is used in its place. Whoever may write there can run code.
+        by `jax_compilation_cache_dir`, is used in its place. Off for virtual
+        devices. Whoever may write there can run code.
 
     Returns:
       The state, the history of metrics, and why the run stopped.
