@@ -192,7 +192,7 @@ MISTAKES = {
     "an evaluation without end": (
         lambda: evaluation(data=batches)(state()),
         sf.ConfigError,
-        r"evaluate: expected batches that end, .* give sf.batches\(…, epochs=1\)",
+        r"evaluate: expected batches that end, .* give sf.batches\(data, 256, epochs=1, remainder=",
     ),
     "batches that an evaluation uses up": (
         lambda: evaluation(data=iter([*batches(epochs=1)])),
@@ -202,7 +202,7 @@ MISTAKES = {
     "another library's name of a metric": (
         lambda: fit(hooks=[sf.stop_early("val_loss", patience=2)], evaluation=evaluation()),
         sf.ConfigError,
-        r"hooks: expected one of train/…, eval/…, got val_loss$",
+        r"hooks: expected one of train/…, eval/…, got val_loss; did you mean 'eval/loss'\?$",
     ),
     "a shorter last batch": (
         lambda: fit(batches_=[BATCH, jax.tree.map(lambda leaf: leaf[:4], BATCH)]),

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepfold.core.validation import spell_call, takes
+from stepfold.core.validation import absolute_path, is_url, spell_call, suggest, takes
 from stepfold.errors import ConfigError, StepfoldError, refuse
-from stepfold.loop.evaluator import follow_run
+from stepfold.loop.evaluator import find_store, follow_run
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,24 +53,43 @@ def _evaluate(options: argparse.Namespace) -> None:
         expected, advice = "script.py:make", "name a file and its function"
         refuse("evaluate", expected, options.function, advice)
     sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
-    make = runpy.run_path(path).get(name)
+    names = runpy.run_path(path)
+    if name not in names:
+        got = f"no {name!r} in {path}"
+        refuse(options.function, "a function without arguments", got, suggest(name, names))
+    make = names[name]
     if not callable(make) or not takes(make, 0):
         got = spell_call(make) if callable(make) else f"{make!r:.80}"
         refuse(options.function, "a function without arguments", got)
     made = make()
     if not isinstance(made, tuple) or len(made) != 2:
         refuse(options.function, "(state, evaluations) from it", f"{made!r:.80}")
+    run_dir = options.run_dir
+    run_dir = run_dir if is_url(run_dir) else absolute_path("run_dir", run_dir)
     results = follow_run(
-        options.run_dir,
+        run_dir,
         *made,
         steps="all" if options.all else "newest",
         follow=not options.once,
         timeout=options.timeout,
+        on_wait=lambda location: _report(f"waiting for checkpoints in {location}"),
     )
+    evaluated = set()
     for step, metrics in results:
         numbers = "  ".join(f"{name} {value:.5g}" for name, value in (metrics or {}).items())
         text = "left out, since a newer step is there" if metrics is None else numbers
         print(f"step {step}  {text}", flush=True)  # noqa: T201
+        evaluated |= set() if metrics is None else {step}
+    reason = ""
+    if not evaluated:
+        store = find_store(run_dir)
+        reason = ": none waits for an evaluation" if store.steps() else ": there are no checkpoints"
+        reason += f" in {store.location}"
+    _report(f"evaluated {len(evaluated)} step{'s' * (len(evaluated) != 1)}{reason}")
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

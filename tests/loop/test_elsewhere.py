@@ -198,6 +198,28 @@ def test_looking_for_results_takes_a_small_share_of_the_time(tmp_path, monkeypat
     assert 4 <= len(looks) < 15  # of 40 log points
 
 
+def test_a_name_that_the_run_does_not_await_causes_a_warning(tmp_path):
+    fit(tmp_path)
+    start = small.start()
+    item = sf.Evaluation(lambda state: {"step": 0.0}, name="val")
+    words = "evaluations: expected names that the run awaits, eval, got val; such numbers rank"
+    with pytest.warns(RuntimeWarning, match=words) as caught:
+        sf.evaluate_run(tmp_path, start, item, steps="all", follow=False)
+    assert [each.filename for each in caught] == [__file__]
+
+
+def test_restoring_the_best_step_says_which_evaluations_are_missing(tmp_path):
+    fit(tmp_path, steps=4, checkpoints=sf.Checkpoints(best="eval/step", mode="min", async_=False))
+    words = (
+        "the evaluations elsewhere of steps 2, 4 are missing: make them with sf.evaluate_run, or "
+        "give the step"
+    )
+    with pytest.raises(CheckpointError, match=words):
+        sf.restore(tmp_path, small.start(), step="best")
+    evaluate(tmp_path)
+    assert sf.restore(tmp_path, small.start(), step="best").step == 2
+
+
 def test_no_warning_comes_if_the_ranking_metric_is_elsewhere(tmp_path):
     checkpoints = sf.Checkpoints(best="eval/step", mode="min", async_=False)
     with warnings.catch_warnings():

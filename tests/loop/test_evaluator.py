@@ -268,13 +268,25 @@ def script(tmp_path):
 def test_the_command_line(script, tmp_path, capsys):
     save(tmp_path / "run", 1, 2)
     assert main(["evaluate", f"{script}:make", str(tmp_path / "run"), "--once"]) == 0
-    assert capsys.readouterr().out == (
-        "step 1  left out, since a newer step is there\nstep 2  eval/w 2\n"
-    )
+    printed = capsys.readouterr()
+    assert printed.out == "step 1  left out, since a newer step is there\nstep 2  eval/w 2\n"
+    assert printed.err == "evaluated 1 step\n"
     save(tmp_path / "run", 3)
     run = str(tmp_path / "run")
     assert main(["evaluate", f"{script}:make", run, "--all", "--timeout", "0.1"]) == 0
-    assert capsys.readouterr().out == "step 1  eval/w 1\nstep 3  eval/w 3\n"
+    printed = capsys.readouterr()
+    assert printed.out == "step 1  eval/w 1\nstep 3  eval/w 3\n"
+    assert printed.err == f"waiting for checkpoints in {run}\nevaluated 2 steps\n"
+    assert main(["evaluate", f"{script}:make", run, "--once"]) == 0
+    assert capsys.readouterr().err == f"evaluated 0 steps: none waits for an evaluation in {run}\n"
+
+
+def test_the_command_line_names_a_directory_without_checkpoints(script, tmp_path, capsys):
+    run = str(tmp_path / "mistyped")
+    assert main(["evaluate", f"{script}:make", run, "--timeout", "0.1"]) == 0
+    assert capsys.readouterr().err == (
+        f"waiting for checkpoints in {run}\nevaluated 0 steps: there are no checkpoints in {run}\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -282,7 +294,8 @@ def test_the_command_line(script, tmp_path, capsys):
     [
         ("none", "expected (state, evaluations) from it, got None"),
         ("takes_one", "expected a function without arguments, got"),
-        ("nothing", "expected a function without arguments, got None"),
+        ("nothing", "expected a function without arguments, got no 'nothing' in "),
+        ("mak", "script.py; did you mean 'make'?"),
     ],
 )
 def test_the_command_line_explains_errors(script, tmp_path, capsys, name, message):

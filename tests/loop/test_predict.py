@@ -86,11 +86,10 @@ def test_the_last_batch_may_be_smaller_or_padded(remainder, jitted):
     same(sf.predict(jax.jit(step) if jitted else step, PARAMS, made), data(10))
 
 
-def test_it_follows_a_shuffled_order_from_the_present_position():
-    made = batches(data(10), seed=3)
+def test_it_begins_at_the_present_position():
+    made = batches(data(10))
     next(made)
-    order = np.concatenate([b["id"][b["mask"]] for b in batches(data(10), seed=3, start=1)])
-    same(sf.predict(step, PARAMS, made), {name: x[order] for name, x in data(10).items()})
+    same(sf.predict(step, PARAMS, made), {name: x[4:] for name, x in data(10).items()})
 
 
 def test_an_example_that_its_own_mask_leaves_out_is_no_padding():
@@ -207,9 +206,14 @@ def test_outputs_of_another_form_than_the_first_are_refused():
     ("made", "error", "message"),
     [
         ([], sf.DataError, "^predict: expected at least one batch, got none"),
-        (None, sf.ConfigError, "^batches: expected an iterable of batches, got NoneType"),
+        (
+            None,
+            sf.ConfigError,
+            "^batches: expected an iterable of batches, got NoneType None; "
+            "sf.batches.data, 256, epochs=1, remainder='pad'. makes one",
+        ),
         (data(4), sf.ConfigError, "^batches: expected an iterable of batches, got dict"),
-        (sf.batches(data(4), 2), sf.ConfigError, "^predict: expected batches that end, .*epochs=1"),
+        (sf.batches(data(4), 2), sf.ConfigError, "^predict: expected batches that end, .*='pad'"),
         (
             [{"x": np.zeros((4, 3)), "id": np.zeros(3)}],
             sf.DataError,
@@ -222,6 +226,24 @@ def test_outputs_of_another_form_than_the_first_are_refused():
 def test_what_is_no_batches_with_rows_is_refused(made, error, message):
     with pytest.raises(error, match=message):
         sf.predict(step, PARAMS, made)
+
+
+@pytest.mark.parametrize(
+    ("options", "got"),
+    [
+        ({"seed": 0, "remainder": "keep"}, "a shuffled order by seed=0; give "),
+        ({"remainder": "drop"}, "remainder='drop', which leaves out the last of 10; give "),
+        ({"size": [(0, 5), (1, 4)], "remainder": "drop"}, "remainder='drop'"),
+        ({"seed": 0, "remainder": "drop"}, "a shuffled order by seed=0 and remainder='drop'"),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda made: made, sf.prefetch])
+def test_batches_in_another_order_or_without_the_last_rows_are_refused(options, got, wrap):
+    words = f"^predict: expected batches of all rows, in order, got {got}.*epochs=1, remainder='pa"
+    with pytest.raises(sf.ConfigError, match=words):
+        sf.predict(step, PARAMS, wrap(batches(data(10), **options)))
+    whole = wrap(batches(data(10), 5, remainder="drop"))
+    same(sf.predict(step, PARAMS, whole), data(10))
 
 
 @pytest.mark.parametrize(
@@ -426,7 +448,6 @@ OTHER = "to: expected a folder of predictions of the same"
         ({"state": {"w": PARAMS["w"] + np.float32(1e-6)}}, f"{OTHER} state, .*state/w differ"),
         ({"state": {"w": PARAMS["w"][::-1].copy()}}, f"{OTHER} state, .*state/w differ; give an"),
         ({"state": {**PARAMS, "b": np.zeros(2)}}, f"{OTHER} state, .*state/b differ"),
-        ({"seed": 1}, f"{OTHER} data, .*seed, first differ"),
         ({"start": 1}, f"{OTHER} data, .*start, first differ"),
         ({"remainder": "keep"}, f"{OTHER} data, .*remainder, first differ"),
         ({"data": data(31)}, f"{OTHER} data, .*length, first differ"),
@@ -443,7 +464,7 @@ def test_a_folder_of_other_predictions_is_refused(change, message, is_complete, 
             sf.predict(step, PARAMS, made, to=tmp_path, shard_rows=5)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     arguments = {"state": PARAMS, "data": data(30), **change}
-    options = {name: x for name, x in arguments.items() if name in ("seed", "start", "remainder")}
+    options = {name: x for name, x in arguments.items() if name in ("start", "remainder")}
     made = batches(arguments["data"], **options)
     with pytest.raises(sf.ConfigError, match=message):
         sf.predict(step, arguments["state"], made, to=tmp_path, shard_rows=5)

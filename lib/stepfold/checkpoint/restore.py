@@ -14,7 +14,8 @@ import numpy as np
 from stepfold import tree
 from stepfold.checkpoint import steps
 from stepfold.checkpoint.leaves import Leaf, Region, leaves_of, make_leaf, regions_of
-from stepfold.checkpoint.manifest import DamageError, ForeignError, NoManifestError
+from stepfold.checkpoint.manifest import DamageError, ForeignError, NoManifestError, StepMetadata
+from stepfold.checkpoint.results import Result, find_results
 from stepfold.checkpoint.store import (
     DirectoryStore,
     Store,
@@ -350,7 +351,23 @@ def rank_steps(store: Store, best: Any) -> list[int]:
     else:
         expected, got = f"a step with a finite number as the metric {best[0]!r}", "none"
         advice = f"save with metrics={{{best[0]!r}: …}}, or give the step"
+        if missing := _find_missing(store, complete, best[0]):
+            advice = (
+                f"the evaluations elsewhere of steps {', '.join(map(str, missing))} are missing: "
+                "make them with sf.evaluate_run, or give the step"
+            )
     refuse(store.location, expected, got, advice, kind=CheckpointError)
+
+
+def _find_missing(store: Store, complete: Mapping[int, StepMetadata], metric: str) -> list[int]:
+    """List the steps that await the evaluation of a metric by another process."""
+    results = find_results(store)
+    return [
+        step
+        for step, metadata in complete.items()
+        for name in metadata.awaits
+        if metric.startswith(f"{name}/") and Result(name, step, metadata.identity) not in results
+    ]
 
 
 # Which leaves

@@ -1,5 +1,6 @@
 """The checks of the arguments of `fit`, before anything is opened."""
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -12,6 +13,7 @@ from stepfold.core.validation import (
     read_integer,
     read_positive,
     spell_call,
+    suggest,
     takes,
 )
 from stepfold.errors import refuse
@@ -212,7 +214,10 @@ class WatchedMetrics:
         for metric, argument in self.unseen.items() if self._knows_names else ():
             if not metric.startswith(tuple(prefixes)):
                 expected = f"one of {', '.join(f'{prefix}…' for prefix in prefixes)}"
-                advice = "" if evaluations else "add evaluation=sf.Evaluation(…) for eval/…"
+                advice = "add evaluation=sf.Evaluation(…) for eval/…"
+                if evaluations:  # 'val_loss' may be meant as 'eval/loss'
+                    name = re.split("[/_]", metric, maxsplit=1)[-1]
+                    advice = suggest(metric, [f"{each.name}/{name}" for each in evaluations])
                 refuse(argument, expected, metric, advice)
 
     def check(self, event: Event) -> None:

@@ -310,11 +310,15 @@ def batch_sizes(batches: Any) -> Sequence[tuple[int, int]]:
     return sizes
 
 
-def check_batches(batches: Any, argument: str = "batches") -> None:
+TRAINING_BATCHES = "sf.batches(data, 256, seed=0)"
+WHOLE_DATA = "sf.batches(data, 256, epochs=1, remainder='pad')"
+
+
+def check_batches(batches: Any, argument: str = "batches", make: str = TRAINING_BATCHES) -> None:
     """Refuse a single batch, and anything else that is not an iterable of batches."""
     is_single = isinstance(batches, str | bytes | dict) or tree.is_array(batches)
     if is_single or not isinstance(batches, Iterable):
-        got, advice = tree.describe_value(batches), "sf.batches(data, 256, seed=0) makes one"
+        got, advice = tree.describe_value(batches), f"{make} makes one"
         refuse(argument, "an iterable of batches", got, advice)
 
 

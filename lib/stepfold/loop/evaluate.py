@@ -26,7 +26,7 @@ from stepfold.core.validation import (
 )
 from stepfold.errors import DataError, refuse
 from stepfold.inspect.compiled import CompiledStep
-from stepfold.loop.data import BatchFeed, check_batches, shared
+from stepfold.loop.data import WHOLE_DATA, BatchFeed, check_batches, shared
 from stepfold.loop.metrics import are_metrics, merge_metrics, metric_values
 from stepfold.sharding.place import place_batch, process_mesh, share_of
 
@@ -79,7 +79,7 @@ def evaluate_together(
 
     Each batch counts as progress in `position`.
     """
-    check_batches(batches)
+    check_batches(batches, make=WHOLE_DATA)
     step = jitted("eval_step", eval_step)
     check_not_donated(state)
     check_end("evaluate", batches)
@@ -124,7 +124,7 @@ def check_end(function: str, batches: Any) -> None:
     """Refuse batches without an end."""
     if getattr(batches, "endless", False):
         got = f"{tree.describe_value(batches)} without an end"
-        refuse(function, "batches that end", got, "give sf.batches(…, epochs=1)")
+        refuse(function, "batches that end", got, f"give {WHOLE_DATA}")
 
 
 def refuse_empty(function: str) -> NoReturn:
@@ -266,7 +266,7 @@ class Evaluation:
     def __post_init__(self) -> None:
         read_function("measure", self.measure)
         if self.batches is not None and not callable(self.batches):
-            check_batches(self.batches)
+            check_batches(self.batches, make=WHOLE_DATA)
             check_end("evaluate", self.batches)
             if iter(self.batches) is self.batches:
                 self._read_start(self.batches)

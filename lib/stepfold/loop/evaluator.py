@@ -4,7 +4,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -119,8 +119,12 @@ def follow_run(
     steps: Steps = "newest",
     follow: bool = True,
     timeout: float | None = None,
+    on_wait: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[int, dict[str, float] | None]]:
-    """Do what `evaluate_run` does, and yield each step with its numbers; None if left out."""
+    """Do what `evaluate_run` does, and yield each step with its numbers; None if left out.
+
+    `on_wait` is called with the location of the checkpoints when the first wait begins.
+    """
     check_flags(follow=follow)
     if steps not in ("newest", "all"):
         refuse("steps", "'newest' or 'all'", repr(steps))
@@ -131,7 +135,7 @@ def follow_run(
     like = build() if callable(build) else build
     items = check_evaluations(evaluations, like)
     return _Follower(run_dir, like, items, takes_all=steps == "all").follow(
-        timeout=timeout if follow else 0.0
+        timeout=timeout if follow else 0.0, on_wait=on_wait
     )
 
 
@@ -157,8 +161,11 @@ class _Follower:
         self._store: Store = open_to_read(run_dir)
         self._lease: Lease | None = None
         self._done: set[tuple[int, str, str]] = set()  # left out, or not readable
+        self._has_warned = False
 
-    def follow(self, timeout: float | None) -> Iterator[tuple[int, dict[str, float] | None]]:
+    def follow(
+        self, timeout: float | None, on_wait: Callable[[str], None] | None
+    ) -> Iterator[tuple[int, dict[str, float] | None]]:
         """Yield the steps until the run has ended, or nothing new came for `timeout` seconds."""
         try:
             since = time.monotonic()
@@ -177,6 +184,9 @@ class _Follower:
                 is_over = has_ended or (timeout is not None and idle >= timeout)
                 if broadcast_from_first([is_over])[0]:
                     return
+                if on_wait is not None:
+                    on_wait(self._store.location)
+                    on_wait = None
                 cost = (time.monotonic() - start) / _SHARE
                 time.sleep(min(max(_PAUSE, cost), _MAX_PAUSE, timeout or _MAX_PAUSE))
         finally:
@@ -189,7 +199,8 @@ class _Follower:
         with agreement(f"{self._run_dir}: cannot be read"):
             if jax.process_index() == 0:
                 if not self._store.steps():
-                    self._store = _find_store(self._run_dir)
+                    self._store = find_store(self._run_dir)
+                self._warn_of_names()
                 has_ended = self._has_ended()  # asked first: no step comes after that
                 due = self._find_due()
                 self._hold([each.step for each in due if each.names])
@@ -198,6 +209,18 @@ class _Follower:
         if location != self._store.location:
             self._store = open_store(location)
         return [_Due(*each) for each in due], has_ended
+
+    def _warn_of_names(self) -> None:
+        """Warn once of evaluations that a run with others elsewhere does not await."""
+        awaited = read_run(self._store).get("names", [])
+        unknown = [name for name in self._evaluations if name not in awaited]
+        if awaited and unknown and not self._has_warned:
+            self._has_warned = True
+            text = (
+                f"evaluations: expected names that the run awaits, {', '.join(awaited)}, got "
+                f"{', '.join(unknown)}; such numbers rank checkpoints, but are not in its history"
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
 
     def _hold(self, steps: list[int]) -> None:
         """Keep the run from deleting steps; it also waits at its end for a process that does."""
@@ -277,7 +300,7 @@ class _Follower:
         return stop is not None and stop["kind"] not in _UNFINISHED
 
 
-def _find_store(run_dir: Any) -> Store:
+def find_store(run_dir: Any) -> Store:
     """Open the checkpoints of a run, which `run.json` may have in another directory."""
     if not is_url(run_dir):
         arguments: Mapping[str, Any] = read_run_info(run_dir).get("arguments") or {}

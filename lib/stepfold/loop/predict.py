@@ -16,7 +16,7 @@ from stepfold import tree
 from stepfold.core.state import check_not_donated
 from stepfold.core.validation import read_integer
 from stepfold.errors import DataError, refuse
-from stepfold.loop.data import check_batches
+from stepfold.loop.data import WHOLE_DATA, check_batches
 from stepfold.loop.evaluate import check_end, jitted, mesh_of, placed_batches, refuse_empty
 from stepfold.loop.prediction_files import PredictionFiles, fingerprint
 from stepfold.sharding.place import row_counts
@@ -40,7 +40,7 @@ def predict(
     after its last file if it is made again. Batches of a source with `len()` seek to that row;
     others are read again up to there, but not computed. With the same batch size the files are the
     same, bit for bit. A folder is refused if it was begun with another state, or with other data as
-    far as that shows: in the seed, the length, the position or the first batch.
+    far as that shows: in the length, the position or the first batch.
 
     Padding is what `sf.batches(…, remainder="pad")` added to its last batch. In batches from
     elsewhere and in those of a stream, a row is padding if the `mask` of the batch is zero there.
@@ -50,7 +50,9 @@ def predict(
         arrays whose first axis has the rows of the batch. It is compiled for each shape of batch.
       state: the state; anything that the step takes, such as the parameters alone. If it is on a
         mesh, batches on the host are sharded over it, as in `evaluate`.
-      batches: the batches, from their present position to their end. With several processes, rows
+      batches: the batches, from their present position to their end, such as
+        `sf.batches(data, 256, epochs=1, remainder="pad")`. Those of `sf.batches` that are shuffled,
+        or that drop the last rows of a source, are refused. With several processes, rows
         of a batch are ordered by process, as `sf.batches` divides them.
       to: a folder for files in numpy's format, `rows-000000000000-000000001024.npz` and so on, each
         with an array for every output by its path, such as `scores/top`; the path of a single array
@@ -62,7 +64,8 @@ def predict(
 
     Raises:
       ConfigError: if the outputs do not have the rows of the batch or change their form, if
-        `batches` has no end, the state was donated, or the folder is that of other predictions.
+        `batches` has no end, is shuffled or drops rows, the state was donated, or the folder is
+        that of other predictions.
       DataError: if there is no batch, or if processes that share the state have different numbers
         of batches.
       CheckpointError: if a file cannot be written or is damaged.
@@ -77,7 +80,7 @@ def predict(
     >>> [np.load(file)["double"].tolist() for file in files]
     [[0, 2, 4], [6, 8]]
     """
-    check_batches(batches)
+    check_batches(batches, make=WHOLE_DATA)
     call = jitted("step", step)
     shard_rows = read_integer("shard_rows", shard_rows)
     check_not_donated(state)
@@ -129,6 +132,7 @@ class _Feed:
         pipeline = position.get("pipeline")
         # The settings of `sf.batches`; empty for others.
         self._settings: dict[str, Any] = {**pipeline} if isinstance(pipeline, dict) else {}
+        _check_rows(self._settings)
         self.pads = self._settings.get("remainder", "pad") == "pad"
         self._start, self._can_count = 0, False
         if self._settings and hasattr(batches, "count_rows"):
@@ -170,6 +174,19 @@ class _Feed:
         own, total = self._batches.count_rows(self._number)
         is_global = self.mesh is not None and self.mesh.is_multi_process
         return int(total if is_global else own)
+
+
+def _check_rows(settings: Mapping[str, Any]) -> None:
+    """Refuse batches of `sf.batches` in a shuffled order, or without the last rows of a source."""
+    length, size = settings.get("length"), settings.get("batch_size")
+    if length is None:  # a stream has its own order, and an unknown length
+        return
+    got = None if settings["seed"] is None else f"a shuffled order by seed={settings['seed']}"
+    if settings["remainder"] == "drop" and (not isinstance(size, int) or length % size):
+        dropped = f"remainder='drop', which leaves out the last of {length}"
+        got = dropped if got is None else f"{got} and {dropped}"
+    if got is not None:
+        refuse("predict", "batches of all rows, in order", got, f"give {WHOLE_DATA}")
 
 
 def rows_of(batch: Any) -> int:
