@@ -1,9 +1,12 @@
 """Files: paths and formats, indexes, memory, object storage, and what a position knows of them."""
 
+import gc
 import gzip
 import json
 import os
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow
@@ -324,6 +327,26 @@ def test_many_files_are_open_in_turn(tmp_path, monkeypatch):
 
 
 # Use
+
+
+def test_files_are_closed_when_nothing_reads_them(tmp_path):
+    reader = FileReader()
+    write(tmp_path, {"1": "a\n"})
+    assert reader.start_read(f"{tmp_path}/1.txt", 0, 1)() == b"a"
+    descriptor = reader._open(f"{tmp_path}/1.txt").fd
+    assert os.fstat(descriptor).st_size == 2
+    del reader
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+@pytest.mark.full
+def test_a_source_that_is_left_at_the_end_of_a_program_causes_no_message(tmp_path):
+    pattern = write(tmp_path, {"1": "a\nb\n"})
+    script = f"import stepfold as sf; source = sf.files({pattern!r}); print(source[1])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "b\n", "")
 
 
 def test_workers_mixtures_and_packing_take_it(tmp_path):

@@ -23,6 +23,10 @@ ITERABLE = "batches: expected an iterable of batches, got"
 ENDLESS = r"evaluate: expected batches that end, .*epochs=1"
 
 
+def packed_mixture(**options):
+    return sf.pack(sf.mix([([[1, 2], [3]], 1)]), length=4, **options)
+
+
 @pytest.mark.parametrize(
     ("batches", "error", "message"),
     [
@@ -31,6 +35,10 @@ ENDLESS = r"evaluate: expected batches that end, .*epochs=1"
         ({"x": DATA["x"]}, sf.ConfigError, ITERABLE),
         (sf.batches(DATA, 5), sf.ConfigError, ENDLESS),
         (sf.batches(lambda: iter(range(9)), 5), sf.ConfigError, ENDLESS),
+        (packed_mixture(rows=2), sf.ConfigError, ENDLESS),
+        (sf.batches(packed_mixture(), 2), sf.ConfigError, ENDLESS),
+        (sf.batches(packed_mixture(), 2, epochs=1, remainder="pad"), sf.ConfigError, ENDLESS),
+        (sf.prefetch(sf.batches(packed_mixture(), 2)), sf.ConfigError, ENDLESS),
     ],
 )
 def test_what_is_no_batches_that_end_is_refused(batches, error, message):
@@ -120,6 +128,7 @@ def test_a_function_of_the_state_that_gives_no_numbers_by_name_is_refused(found,
         ),
         ({"batches": 3}, ITERABLE),
         ({"batches": sf.batches(DATA, 5)}, ENDLESS),
+        ({"batches": sf.batches(packed_mixture(), 2)}, ENDLESS),
         ({"every": 0}, "every: expected an integer of at least 1, got 0"),
         ({"every": 2.0}, "every: expected an integer of at least 1, got 2.0"),
         ({"every": True}, "every: expected an integer of at least 1, got True"),

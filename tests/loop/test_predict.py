@@ -215,6 +215,11 @@ def test_outputs_of_another_form_than_the_first_are_refused():
         (data(4), sf.ConfigError, "^batches: expected an iterable of batches, got dict"),
         (sf.batches(data(4), 2), sf.ConfigError, "^predict: expected batches that end, .*='pad'"),
         (
+            sf.batches(sf.pack(sf.mix([([[1, 2], [3]], 1)]), length=4), 2, epochs=1),
+            sf.ConfigError,
+            "^predict: expected batches that end, ",
+        ),
+        (
             [{"x": np.zeros((4, 3)), "id": np.zeros(3)}],
             sf.DataError,
             r"^predict: expected the same number of rows in every leaf, got batch/id float64\[3\]",

@@ -7,6 +7,7 @@ import glob
 import os
 import secrets
 import shutil
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -172,10 +173,8 @@ class _OpenFile:
             self.fd = os.open(location, os.O_RDONLY)
         except OSError as error:
             refuse_os_error(location, error)
-
-    def __del__(self) -> None:
-        if hasattr(self, "fd"):
-            os.close(self.fd)
+        # At exit, the system closes it: a daemon thread may still be reading.
+        weakref.finalize(self, os.close, self.fd).atexit = False
 
 
 def _stamp_of_status(status: os.stat_result) -> Stamp:

@@ -207,6 +207,11 @@ class Packed:
         self._start, self._examples = start + len(self._examples), []
         return True
 
+    @property
+    def endless(self) -> bool:
+        """Whether the examples never end, as those of a mixture."""
+        return self._reader.endless
+
     def set_epoch(self, epoch: int) -> None:
         """Start an epoch from its beginning, in its own order if there is a seed."""
         self._reset(read_integer("epoch", epoch, 0))
@@ -333,6 +338,7 @@ class _Indexed:
 
     def __init__(self, source: Source | None, seed: int | None) -> None:
         self._source, self.length = source, source.length if source else 0
+        self.endless = self.length == ENDLESS
         self.source = source or Source()
         self._order = Order(self.length, seed) if seed is not None and source else None
         self.start(0)
@@ -367,6 +373,7 @@ class _Streamed:
     def __init__(self, examples: Any) -> None:
         self.source = Source()  # of which nothing is known
         self._stream, self._epoch = Stream(examples), 0
+        self.endless = self._stream.endless
         self._is_open = self._stream.is_iterator
 
     def start(self, epoch: int) -> None:

@@ -284,8 +284,8 @@ class StreamBatches(BatchIterator):
 
     @property
     def endless(self) -> bool:
-        """Whether the stream is repeated forever."""
-        return self._epochs is None
+        """Whether the stream is repeated forever, or has no end."""
+        return self._epochs is None or self._stream.endless
 
 
 class _Reader(NamedTuple):
@@ -309,6 +309,7 @@ class Stream:
     def __init__(self, source: Any) -> None:
         self._source = source
         self.is_iterator = hasattr(type(source), "__next__")
+        self.endless = self.is_iterator and bool(getattr(source, "endless", False))
         self.package = type(source).__module__.partition(".")[0]
         self._iterator: Any = source  # of the current epoch
         self._state = _find_state(source)  # of the current epoch, if it has one
