@@ -329,6 +329,26 @@ def test_many_files_are_open_in_turn(tmp_path, monkeypatch):
 # Use
 
 
+def test_a_slice_is_a_source_of_these_rows(tmp_path):
+    pattern = write(tmp_path, {"1": "a\nb\nc\n", "2": "d\ne\nf\n"})
+    source = sf.files(pattern)
+    held_out, rest = source[:2], source[2:]
+    assert (len(held_out), list(held_out), list(rest)) == (2, ["a", "b"], ["c", "d", "e", "f"])
+    assert list(rest[::-2]) == ["f", "d"] and rest[-1] == "f" and list(source[6:]) == []
+    assert repr(rest) == "files(1.txt, 2.txt: 4 rows)"
+    batches = sf.batches(rest, 2, seed=0, epochs=1, collate=list)
+    assert sorted(sum(batches, [])) == ["c", "d", "e", "f"]
+    assert list(pickle.loads(pickle.dumps(rest))) == list(rest)
+    with pytest.raises(IndexError, match="files: expected an index below 2, got 2"):
+        held_out[2]
+    with pytest.raises(sf.DataError, match="source"):
+        sf.batches(source[6:], 2)
+    failing = sf.files(pattern, parse=int)[2:]
+    with pytest.raises(ValueError, match="invalid") as caught:
+        failing[1]
+    assert caught.value.__notes__ == ["parsing row 0 of 2.txt, row 1 of the source"]
+
+
 def test_files_are_closed_when_nothing_reads_them(tmp_path):
     reader = FileReader()
     write(tmp_path, {"1": "a\n"})
@@ -422,6 +442,24 @@ def test_a_position_in_other_files_is_refused(tmp_path):
     state = position(swapped)
     with pytest.raises(sf.DataError, match="source was 2 files and is 2 of them, in another order"):
         resume(swapped[::-1], state)
+
+
+def test_a_position_in_another_slice_is_refused(tmp_path):
+    pattern = write(tmp_path, ROWS)
+    whole = position(pattern)
+    part = position(pattern, lambda source: source[1:])
+    assert resume(pattern, part, lambda source: source[1:]) == ["d", "e"]
+    assert resume(pattern, whole, lambda source: source[:]) == ["c", "d"]
+    for state, rows, says in (
+        (part, slice(0, 4), r"rows were range\(1, 5\) and are range\(0, 4\)"),
+        (whole, slice(1, 5), r"rows were all and are range\(1, 5\)"),
+        (part, slice(None), r"rows were range\(1, 5\) and are all"),
+    ):
+        with pytest.raises(sf.DataError, match=says):
+            resume(pattern, state, lambda source, rows=rows: source[rows])
+    write(tmp_path, {"4": "f\n"})
+    with pytest.raises(sf.DataError, match=r"new or have other rows: 4.txt"):
+        resume(pattern, part, lambda source: source[1:])
 
 
 @pytest.mark.filterwarnings("ignore:files. expected the files that were indexed")

@@ -1,5 +1,6 @@
 """A source over the rows of many files, found by number through an index beside each file."""
 
+import copy
 import itertools
 import json
 import os
@@ -78,7 +79,7 @@ def files(
       index: the directory of the indexes, if there is no permission to write beside the files.
 
     Returns:
-      A source.
+      A source. A slice of it, such as `source[1000:]`, is a source of these rows.
 
     Raises:
       ConfigError: if an argument is invalid, or a package is needed and not installed.
@@ -262,7 +263,8 @@ class Files(Source):
     ) -> None:
         self._files, self._form, self._parse = indexed, form, parse
         self._starts = np.cumsum([0, *(file.rows for file in indexed)])
-        self.length = int(self._starts[-1])
+        self._rows = range(int(self._starts[-1]))  # of the files
+        self.length = len(self._rows)
         if not self.length:
             refuse("files", "rows", f"none in {len(indexed)} files", kind=DataError)
         self._names = _names(indexed)
@@ -275,7 +277,14 @@ class Files(Source):
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            part = copy.copy(self)
+            part._rows = self._rows[index]
+            part.length = len(part._rows)
+            if part._rows != range(int(self._starts[-1])):
+                part.fingerprint = self.fingerprint | {"part": str(part._rows)}
+            return part
         if not -self.length <= index < self.length:
             refuse("files", f"an index below {self.length}", f"{index}", kind=IndexError)
         return self.examples(slice(index % self.length, index % self.length + 1))[0]
@@ -284,7 +293,7 @@ class Files(Source):
         return f"files({_abridge(self._names)}: {self.length} rows)"
 
     def examples(self, rows: Rows) -> list[Any]:
-        indices = np.asarray(row_list(rows), np.int64)
+        indices = self._rows.start + self._rows.step * np.asarray(row_list(rows), np.int64)
         which = np.searchsorted(self._starts, indices, "right") - 1
         by_file, requests = which.argsort(kind="stable"), []
         numbers, firsts = np.unique(which[by_file], return_index=True)
@@ -309,12 +318,12 @@ class Files(Source):
         except Exception as error:
             number = int(np.searchsorted(self._starts, index, "right")) - 1
             where = f"row {index - self._starts[number]} of {self._names[number]}"
-            error.add_note(f"parsing {where}, row {index} of the source")
+            error.add_note(f"parsing {where}, row {self._rows.index(index)} of the source")
             raise
 
     def difference(self, saved: Any) -> str:
         now = self.fingerprint
-        if saved is None or not isinstance(saved, dict) or saved.keys() != now.keys():
+        if not isinstance(saved, dict) or saved.keys() | {"part"} != now.keys() | {"part"}:
             return super().difference(saved)
         if saved["rows"] != now["rows"]:
             count = f"source was {saved['files']} files and is {now['files']}"
@@ -323,6 +332,9 @@ class Files(Source):
                 return f"{count}, of which these are new or have other rows: {_abridge(names)}"
             is_order = saved["files"] == now["files"]
             return f"{count} of them{', in another order' if is_order else ''}"
+        was, part = (each.get("part", "all") for each in (saved, now))
+        if was != part:
+            return f"rows were {was} and are {part}"
         if saved["contents"] != now["contents"]:
             changed = _abridge(self._new_names("contents", saved))
             warnings.warn(
