@@ -74,7 +74,7 @@ from stepfold.sharding.plan import fsdp, make_sharding, sharding_table
 from stepfold.sharding.reduce import reduce_once
 from stepfold.sharding.topology import devices_of
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BaseHook",

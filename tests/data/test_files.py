@@ -334,10 +334,10 @@ def test_a_slice_is_a_source_of_these_rows(tmp_path):
     source = sf.files(pattern)
     held_out, rest = source[:2], source[2:]
     assert (len(held_out), list(held_out), list(rest)) == (2, ["a", "b"], ["c", "d", "e", "f"])
-    assert list(rest[::-2]) == ["f", "d"] and rest[-1] == "f" and list(source[6:]) == []
+    assert (list(rest[::-2]), rest[-1], list(source[6:])) == (["f", "d"], "f", [])
     assert repr(rest) == "files(1.txt, 2.txt: 4 rows)"
     batches = sf.batches(rest, 2, seed=0, epochs=1, collate=list)
-    assert sorted(sum(batches, [])) == ["c", "d", "e", "f"]
+    assert sorted(row for batch in batches for row in batch) == ["c", "d", "e", "f"]
     assert list(pickle.loads(pickle.dumps(rest))) == list(rest)
     with pytest.raises(IndexError, match="files: expected an index below 2, got 2"):
         held_out[2]

@@ -139,7 +139,7 @@ def draw_nnx(axes):
 
 
 def draw_extending(axes):
-    """Show the convergence of a power iteration, a step of one's own."""
+    """Show the convergence of a power iteration, a custom step."""
     vector, matrix = jnp.array([0.2, 1.0]), jnp.array([[2.0, 0.6], [0.6, 1.0]])
     exact, errors = abs(jnp.linalg.eigh(matrix)[1][:, 1]), []
     for _ in range(9):

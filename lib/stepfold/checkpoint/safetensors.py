@@ -82,12 +82,12 @@ def export_params(
     safetensors has no checksums: a byte that changes on disk changes a parameter.
 
     Args:
-      path: a file ending in `.safetensors`, or a directory, which gets a `model.safetensors`.
+      path: a file ending in ``.safetensors``, or a directory, which gets a `model.safetensors`.
       params: a tree of arrays, without PRNG keys and functions; filter an equinox module by
         `eqx.is_array` first.
       names: a function from the path of an array, such as `layers/0/kernel`, to its name in the
         file, or a `NameMap`, which also transposes, stacks and joins arrays. By default `/` becomes
-        `.`, as in torch.
+        ``.``, as in torch.
       shard_size: maximum bytes of arrays per file, and in memory; a larger array gets its own file.
       metadata: text for the header of each file. `format` defaults to "pt": transformers rejects
         files without a format that it knows, and loads this one into torch.

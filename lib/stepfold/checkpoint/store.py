@@ -450,11 +450,9 @@ def has_own_step(store: Store) -> bool:
 
 def metrics_of(store: Store, complete: Mapping[int, StepMetadata]) -> dict[int, Mapping[str, Any]]:
     """Return the metrics of each step, with those that other processes have evaluated."""
-    is_evaluated = any(metadata.awaits for metadata in complete.values())
-    results = find_results(store) if is_evaluated else []
+    results = find_results(store)
     return {
-        step: {**(metadata.metrics or {})}
-        | (metrics_in(store, results, step, metadata.identity) if metadata.awaits else {})
+        step: {**(metadata.metrics or {}), **metrics_in(store, results, step, metadata.identity)}
         for step, metadata in complete.items()
     }
 

@@ -236,7 +236,7 @@ class Cache:
             return self._contents[key][0]
 
     def put(self, key: Any, content: Any, size: int) -> None:
-        """Keep some content, and drop what was not used for longest."""
+        """Add content, and evict the least recently used."""
         with self._lock:
             _, former = self._contents.pop(key, (None, 0))
             self._contents[key] = content, size

@@ -58,7 +58,7 @@ def files(
     other.
 
     The first call reads each file once, to find its rows, and writes an index of it to a folder
-    `.stepfold` beside the file. Later calls read only the first bytes of each index. An index is
+    ``.stepfold`` beside the file. Later calls read only the first bytes of each index. An index is
     made again, with a warning, if the size or the time of the last change of its file differ. A
     file that changes while the source is in use is an error. A saved position holds a fingerprint
     of the files: `set_state` refuses it if rows have moved, and warns if only contents have
@@ -79,7 +79,7 @@ def files(
       index: the directory of the indexes, if there is no permission to write beside the files.
 
     Returns:
-      A source. A slice of it, such as `source[1000:]`, is a source of these rows.
+      A source. A slice of it is a source of these rows.
 
     Raises:
       ConfigError: if an argument is invalid, or a package is needed and not installed.

@@ -31,6 +31,9 @@ def mix(
 ) -> "Mixture":
     """Mix sources by weight into an infinite source.
 
+    Weights are of examples: after `pack`, a source of longer documents has a larger share of the
+    tokens. To mix by tokens, divide each weight by the mean length of the documents of its source.
+
     Example i depends only on i, not on earlier reads. Sources alternate as evenly as their weights
     allow: with weights 3 and 1, any four consecutive examples are three of the first source and one
     of the second. Each source is iterated at its own pace. With a seed, it is reshuffled on every

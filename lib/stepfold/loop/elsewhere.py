@@ -103,7 +103,7 @@ class Elsewhere:
         """Show the next result; wait for it if a live process is about to make it."""
         pause = 0.02
         while not self._queue:
-            is_over = self._is_over(run)  # asked first, or a result in between would be missed
+            is_over = self._is_over(run)  # before the look, so that no result is missed
             self._queue = self._look(run)
             if is_over or self._queue:
                 break

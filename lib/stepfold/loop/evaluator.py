@@ -27,7 +27,7 @@ from stepfold.loop.run_info import read_run_info
 Steps = Literal["newest", "all"]
 _SHARE = 0.05  # the largest share of the time to spend on looking for checkpoints
 _PAUSE, _MAX_PAUSE = 0.1, 60.0  # seconds between two looks
-_UNFINISHED = ("signal", "error", "go_back", "process_died")  # ways to stop, after which it goes on
+_UNFINISHED = ("signal", "error", "go_back", "process_died")  # to be resumed
 
 
 class RunEvaluation(NamedTuple):
@@ -201,7 +201,7 @@ class _Follower:
                 if not self._store.steps():
                     self._store = find_store(self._run_dir)
                 self._warn_of_names()
-                has_ended = self._has_ended()  # asked first: no step comes after that
+                has_ended = self._has_ended()  # read before the steps: none comes later
                 due = self._find_due()
                 self._hold([each.step for each in due if each.names])
         answer: list[Any] = [self._store.location, has_ended, due]

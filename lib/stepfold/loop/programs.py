@@ -28,7 +28,7 @@ class Programs:
     """What a call of `fit` compiles, and what it loads from jax's compilation cache.
 
     If the user has configured no cache, there is one in the directory of the run. An entry is
-    executed, so whoever may write to that directory can run code.
+    executed: anyone with write access to that directory can run code.
 
     Attributes:
       before: descriptions of the steps that earlier attempts of the run compiled or loaded.

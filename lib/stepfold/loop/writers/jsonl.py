@@ -176,7 +176,7 @@ class csv_writer(jsonl_writer):  # noqa: N801
     r"""Write the numbers of each step as a row of a CSV file, with a column for each metric.
 
     The CSV file is derived at `flush` and `close` from JSON lines, which are written to `path` +
-    `.jsonl` as by `jsonl_writer`. So a kill loses nothing: the next writer for the same path
+    ``.jsonl`` as by `jsonl_writer`. So a kill loses nothing: the next writer for the same path
     continues from there. Texts, histograms, images and hyper-parameters are in the JSON lines only.
 
     >>> import pathlib, stepfold as sf, tempfile

@@ -95,7 +95,7 @@ class trackio_writer(_RunWriter):  # noqa: N801
     The first write calls `trackio.init(**options)`, so every process may make a writer; `close`
     finishes the run. Without `space_id` and `server_url` it needs no network: trackio writes a
     SQLite database in the folder `TRACKIO_DIR` of the environment, by default
-    `~/.cache/huggingface/trackio`. `trackio show` shows it.
+    ```~/.cache/huggingface/trackio```. `trackio show` shows it.
 
     A thread of trackio writes at short intervals, and `flush` does not wait for it. Several images
     are called `name/0`, `name/1`, …. Steps that a resumed run repeats are there twice.
