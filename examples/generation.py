@@ -18,11 +18,15 @@ LENGTH, DEPTH, END = 2 * DIGITS + 2, WIDTH // HEADS, ord(";")
 
 
 def examples(count, seed):
-    """Make prompts as "3142=", answers as "1234;", and both in a row, padded on the right."""
+    """Make prompts as "3142=", answers as "1234;", and both in a row, padded on the right.
+
+    `length` is that of the prompt, and of the answer. No token is reserved for padding.
+    """
     rng = np.random.default_rng(seed)
     sizes = {"prompt": DIGITS + 1, "answer": DIGITS + 1, "text": LENGTH}
     data = {name: np.zeros((count, size), np.int32) for name, size in sizes.items()}
-    for row, size in enumerate(rng.integers(2, DIGITS + 1, count)):
+    data["length"] = rng.integers(3, DIGITS + 2, count)
+    for row, size in enumerate(data["length"] - 1):
         digits = rng.integers(ord("0"), ord("9") + 1, size)
         data["prompt"][row, : size + 1] = *digits, ord("=")
         data["answer"][row, : size + 1] = *np.sort(digits), END
@@ -63,9 +67,8 @@ def decode(params, tokens, start, cache=None):
 
 
 @jax.jit
-def generate(params, prompts, key, temperature=1e-6):
-    """Continue prompts, padded on the right by 0, up to a semicolon; 0 follows it."""
-    lengths = (prompts != 0).sum(-1)
+def generate(params, prompts, lengths, key, temperature=1e-6):
+    """Continue prompts, padded on the right, up to a semicolon; 0 follows it."""
     logits, cache = decode(params, prompts, jnp.zeros_like(lengths))
     # Bytes that are generated replace the keys and values of the padding.
     last = jnp.take_along_axis(logits, lengths[:, None, None] - 1, 1)[:, 0]
@@ -85,13 +88,14 @@ def loss_fn(params, batch, _key):
     before, after = batch["text"][:, :-1], batch["text"][:, 1:]
     logits, _ = decode(params, before, jnp.zeros(len(before), int))
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, after)
-    is_answer = (jnp.cumsum(before == ord("="), -1) > 0) & (after != 0) & batch["mask"][:, None]
+    lengths, position = batch["length"][:, None], jnp.arange(1, LENGTH)
+    is_answer = (lengths <= position) & (position < 2 * lengths) & batch["mask"][:, None]
     return sf.mean(nll, is_answer), {"perplexity": sf.perplexity(nll, is_answer)}
 
 
 def measure(state, batch):
     """Compute the metrics of the loss, and the share of exact matches."""
-    answer = generate(state.params, batch["prompt"], state.key)
+    answer = generate(state.params, batch["prompt"], batch["length"], state.key)
     exact = sf.mean((answer == batch["answer"]).all(-1), batch["mask"])
     return {**sf.make_eval_step(loss_fn)(state, batch), "exact_match": exact}
 
@@ -111,9 +115,13 @@ def main():
     for name in ("exact_match", "perplexity"):
         print(name, *(f"{value:.3f}" for value in result.history[f"eval/{name}"]))
     params = sf.get_ema(sf.restore("runs/generation", result.state, step="best").state)
-    answer = lambda params, batch: generate(params, batch["prompt"], jax.random.key(0))
-    for text in np.append(test["prompt"], sf.predict(answer, params, test_batches()), axis=1)[:3]:
-        print(bytes(text[text != 0].tolist()).decode())
+    answer = lambda params, batch: generate(
+        params, batch["prompt"], batch["length"], jax.random.key(0)
+    )
+    answers = sf.predict(answer, params, test_batches())
+    for prompt, length, made in list(zip(test["prompt"], test["length"], answers, strict=True))[:3]:
+        text = bytes([*prompt[:length], *made]).decode()
+        print(text[: text.find(";") + 1])
 
 
 if __name__ == "__main__":

@@ -171,6 +171,50 @@ def test_reference_has_every_public_name_once():
     assert len(documented) == len({*documented})
 
 
+def links_of(page):
+    """Return the pages that the text of a page links to, without its table of contents."""
+    targets = re.findall(r"\]\(([^)#\s]+\.md)(?:#[^)]*)?\)", page.read_text())
+    return {(page.parent / target).resolve() for target in targets} - {page.resolve()}
+
+
+def test_every_page_is_linked_from_the_text_of_another():
+    written = {f"examples/{path.stem}" for path in GUIDE.parent.glob("*.py")}
+    written |= {f"troubleshooting/{folder}" for folder in generated.TOPICS}
+    links = {page.resolve(): links_of(page) for page in GUIDE.rglob("*.md")}
+    names = {page: page.relative_to(GUIDE.resolve()).with_suffix("").as_posix() for page in links}
+    unlinked = {names[page] for page in links} - written - {"index"}
+    unlinked -= {names.get(target) for targets in links.values() for target in targets}
+    assert unlinked == set()
+    for folder in ("tutorials", "recipes", "ideas", "coming-from", "reference"):
+        index = GUIDE / folder / "index.md"
+        assert links[index.resolve()] >= {
+            page.resolve() for page in GUIDE.glob(f"{folder}/[!i]*.md")
+        }
+
+
+FEATURES = {
+    "files": "recipes/corpus.md",
+    "workers": "recipes/data.md",
+    "pack": "recipes/data.md",
+    "evaluate_run": "recipes/metrics.md",
+    "predict": "recipes/using.md",
+    "Elastic": "ideas/losing-a-process.md",
+    "fit": "recipes/clusters.md",  # its compilation cache
+    "Report": "recipes/largest-model.md",
+    "choose_remat": "recipes/devices.md",
+    "replay": "recipes/failures.md",
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_the_reference_links_to_the_guide_of_a_feature(name):
+    entry = re.compile(rf"^\.\. auto(?:class|function):: {name}$", re.MULTILINE)
+    (reference,) = (p for p in GUIDE.glob("reference/*.md") if entry.search(p.read_text()))
+    page = GUIDE / FEATURES[name]
+    assert page.resolve() in links_of(reference)
+    assert re.search(rf"\b(sf\.)?{name}\b", page.read_text())
+
+
 # What a browser requests by itself from another host. A plain link is not.
 REQUEST = r"""<(?:script|img|iframe|source)\b[^>]*\bsrc(?:set)?="(?:https?:)?//|"""
 REQUEST += r"""<link\b(?=[^>]*stylesheet|[^>]*icon|[^>]*preload)[^>]*href="(?:https?:)?//|"""

@@ -23,6 +23,30 @@ def draw_data(axes):
     axes.imshow(rows_of(sf.batches(source, 24, seed=0)), cmap="Blues", aspect="auto")
 
 
+def draw_corpus(axes):
+    """Show the documents that fill the rows of a batch."""
+    rng = np.random.default_rng(0)
+    documents = [{"tokens": np.arange(size)} for size in rng.integers(3, 30, 99)]
+    batch = sf.batches(sf.pack(documents, length=40), 8)
+    axes.imshow(next(iter(batch))["segment_ids"], cmap="Blues", aspect="auto")
+
+
+def draw_largest_model(axes):
+    """Show the state and the peak memory of models of several widths, and a limit."""
+    tx, widths = optax.adam(1e-3), (64, 128, 192, 256, 320)
+    step = sf.make_train_step(lambda w, x, _key: sf.mean((jnp.tanh(x @ w) @ w) ** 2), tx)
+    for number, width in enumerate(widths):
+        state = jax.eval_shape(
+            lambda width=width: sf.init_state(jnp.ones((width, width)), tx, jax.random.key(0))
+        )
+        batch = jax.ShapeDtypeStruct((256, width), jnp.float32)
+        memory = sf.describe(step, state, batch).memory
+        axes.bar(number, memory.peak, color=BLUE, alpha=0.4)
+        axes.bar(number, memory.state, color=BLUE)
+        if number == len(widths) - 2:
+            axes.axhline(1.1 * memory.peak, color=ORANGE, linestyle="--")
+
+
 def draw_optimization(axes):
     """Show a schedule."""
     rate = optax.warmup_cosine_decay_schedule(0, 1, 20, 100)

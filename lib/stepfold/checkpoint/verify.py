@@ -118,7 +118,7 @@ def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
 
     Returns:
       The problems of each step, one line per part of a leaf; an empty list for a valid step. What
-        cannot be read is a problem as well.
+      cannot be read is a problem as well.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()

@@ -101,9 +101,9 @@ def get_ema(state: Any) -> Any:
 
     Returns:
       A tree with the structure of the parameters. For a `TrainState` the leaves have the
-        parameters' dtypes. Parameters that the average does not cover (masked out, frozen), or does
-        not contain yet (debiased, before the first update), are returned themselves. For an
-        optimizer state these leaves are an `optax.MaskedNode` and zeros.
+      parameters' dtypes. Parameters that the average does not cover (masked out, frozen), or does
+      not contain yet (debiased, before the first update), are returned themselves. For an
+      optimizer state these leaves are an `optax.MaskedNode` and zeros.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> tx = optax.chain(optax.clip(1.0), sf.ema_params(optax.adam(1e-3), 0.99))

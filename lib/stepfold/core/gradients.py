@@ -61,7 +61,7 @@ def make_grad(
 
     Returns:
       A function `(params, batch, key, model_state) -> (grads, terms, metrics, model_state)`. The
-        gradients have the parameters' dtypes. Without `stateful`, `model_state` is `()`.
+      gradients have the parameters' dtypes. Without `stateful`, `model_state` is `()`.
 
     >>> import jax, jax.numpy as jnp, stepfold as sf
     >>> def loss_fn(params, batch, key):

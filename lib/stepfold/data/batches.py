@@ -392,7 +392,11 @@ class Batches(BatchIterator):
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """The number of batches per epoch; None without epochs, or if it changes."""
+        """The number of batches in one pass over the source, whether or not `epochs` is given.
+
+        It is None for a mixture, which has no end, and if the number differs between passes: with a
+        `batch_size` that changes, and after `without`.
+        """
         is_constant = self._epochs.length != ENDLESS and not self._skips.ranges
         return self._epochs.steps_per_epoch if is_constant else None
 

@@ -56,7 +56,7 @@ def mix(
 
     Returns:
       A source of length `sys.maxsize`, which stands for infinite. It has no epochs. Its `names` are
-        those of the sources, "0", "1", … if they are a list.
+      those of the sources, "0", "1", … if they are a list.
 
     Raises:
       ConfigError: if `sources` is empty, or a weight or a stage is not as described. A weight is

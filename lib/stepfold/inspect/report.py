@@ -39,7 +39,9 @@ class Report:
       estimate: the classic 6 FLOPs for each parameter and token (2 in an evaluation), one device's
         share; None without `tokens`.
       products: matrix products by dtype and line, on all devices.
-      memory: bytes on one device.
+      memory: bytes on one device: `params`, `opt_state`, `model_state`, `rest` (step and key),
+        `batch`, `temporaries` and `output`; `state` is the sum of the first four, and `peak` of
+        all. `host` are bytes in the host's memory. `advice` says how to reduce the largest.
       collectives: what the devices send each other.
       not_reused: donated leaves whose memory is not reused, with their bytes.
       whole: large leaves that are replicated on several devices, with their bytes.
