@@ -26,7 +26,7 @@ def draw_data(axes):
 def draw_corpus(axes):
     """Show the documents that fill the rows of a batch."""
     rng = np.random.default_rng(0)
-    documents = [{"tokens": np.arange(size)} for size in rng.integers(3, 30, 99)]
+    documents = [{"tokens": np.arange(size)} for size in rng.integers(3, 16, 99)]
     batch = sf.batches(sf.pack(documents, length=40), 8)
     axes.imshow(next(iter(batch))["segment_ids"], cmap="Blues", aspect="auto")
 
