@@ -327,7 +327,7 @@ class Spec(SimpleNamespace):
         state += 1
         self.seen.append((self.name, event.kind, event.step, event.total, dict(event.metrics)))
         self.cut(self.name, event.kind, event.step)
-        if self.script == (event.kind, event.step):
+        if self.script == (event.kind, event.step) or self.has_enough(state):
             return f"{self.name} has seen enough", state
         if self.replaces and event.kind == "eval" and event.step % self.replaces == 0:
             halved = jax.tree.map(lambda leaf: leaf * 0.5, event.state.params)
@@ -339,6 +339,10 @@ class Spec(SimpleNamespace):
             n = min(event.step, self.goes_back)
             return sf.GoBack(skip=(event.step - n + 1, event.step + 1), limit=2), state
         return {f"{self.name}/events": state}, state
+
+    def has_enough(self, state):
+        """Whether its state stops the run, also before the first event of a resumed one."""
+        return 0 < self.limit <= state
 
     def for_fit(self):
         return (EpochRecorder if self.wants_epochs else Recorder)(self)
@@ -361,6 +365,9 @@ class Recorder(BaseHook):
     def __call__(self, event):
         returned, self.state = self.spec.react(event, self.state)
         return returned
+
+    def still_stops(self):
+        return sf.Stop("hook", "enough") if self.spec.has_enough(self.state) else None
 
 
 class EpochRecorder(Recorder):

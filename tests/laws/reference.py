@@ -101,6 +101,9 @@ class Fit:
         if run.is_complete and run.total is not None and run.step >= run.total:
             self.stop = "already_completed"
             return True
+        if run.stop is None and any(h.has_enough(run.hooks.get(h.name, 0)) for h in call.hooks):
+            self.ask((run.step, "hook"))
+            self.was_complete |= run.step == self.resumed
         if run.step > 0:  # what an exception interrupted
             self.log(run.step if self.reads(run.step) else run.step - call.delay)
         is_best = False

@@ -144,6 +144,7 @@ def runs(draw):
             kind=draw(st.sampled_from(kinds)) if changes[4] else before.kind,
             length=draw(lengths(source)) if changes[3] else before.length,
             cut=(None, None) if is_last else draw(cuts(hooks, evaluations)), losses=(),
+            limit=draw(st.sampled_from([0, 0, 0, 3, 6])) if changes[1] else before.limit,
         ))  # fmt: skip
     if source.kind == "list":
         source.passes = sessions[0].length.get("epochs", 1)
@@ -165,7 +166,7 @@ def may_have_trainer(source, sessions, evaluations, goes_back):
     """Whether `Trainer` can do a run with batches of its own."""
     has_length = all("epochs" not in session.length for session in sessions)
     # At a stop it evaluates, and keeps that in the row of the step when the run continues.
-    may_stop = [goes_back or session.script is not None for session in sessions]
+    may_stop = [goes_back or call.limit or call.script is not None for call in sessions]
     has_same_rows = not (evaluations and any(may_stop[:-1]))
     return has_length and has_same_rows and source.kind != "list"
 
@@ -203,7 +204,7 @@ def one_run(**changed):
     source |= {"prefetch": False, "change": 2, "length": 3, "passes": 1, "poison": None, "value": 0}
     call = {"hooks": ["a"], "script": None, "exact": (), "epochs": (), "mesh": "one"}
     call |= {"length": {"steps": 12}, "cut": (None, None), "kind": "averages"}
-    call |= {"losses": ()}
+    call |= {"losses": (), "limit": 0}
     run = {"task": "plain", "evaluations": [], "temporary": None, "elastic": None}
     run |= {
         "log_every": 5,
@@ -238,6 +239,16 @@ FOUND = {
     ),
     "a stop at the event of a signal": one_run(
         calls=[{"script": ("train", 5), "cut": (("a", "train", 5), "stop")}, {}]
+    ),
+    "a hook that has stopped the run stops it again": one_run(
+        evaluations=[EVALUATION],
+        calls=[{"hooks": ["b"], "limit": 3}, {"hooks": ["b"], "limit": 3}],
+    ),
+    "a hook that has stopped the run, with a higher limit": one_run(
+        calls=[{"hooks": ["b"], "limit": 1}, {"hooks": ["b"], "limit": 2}]
+    ),
+    "a hook that has stopped the run in its last step": one_run(
+        calls=[{"hooks": ["b"], "limit": 3}, {"hooks": ["b"], "limit": 3, "length": {"steps": 20}}]
     ),
     "a stop, and a signal in the last evaluation": one_run(
         evaluations=[EVALUATION],
@@ -379,6 +390,7 @@ def specs(run, session, cut):
             goes_back=run.goes_back if name == "b" else 0,
             replaces=run.replaces if name == "c" else 0,
             reweights=run.reweights if name == "c" else 0,
+            limit=session.limit if name == "b" else 0,
             is_exact=name in session.exact, wants_epochs=name in session.epochs,
         )
         for name in session.hooks

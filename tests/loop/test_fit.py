@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 
 import datasets
 import jax
@@ -128,6 +129,34 @@ def test_a_run_that_is_over_warns_that_nothing_was_trained(
     assert (result.stop_reason.kind, result.stop_reason.message) == (kind, message)
     assert (result.steps, result.resumed, result.history) == (done.steps, done.steps, done.history)
     assert int(result.state["n"]) == done.steps
+
+
+@pytest.mark.parametrize("wrap", [lambda hook: hook, partial(sf.every, 1)])
+def test_a_run_that_a_hook_has_stopped_trains_no_further(wrap, tmp_path):
+    def call(patience, **options):
+        hook = wrap(sf.stop_early("eval/loss_a", patience=patience, mode="min"))
+        options = {"evaluation": MEASURES_LOSS, "hooks": hook, **options}
+        return fit(**options, **saves_at_end(tmp_path))
+
+    done = call(2)
+    assert (done.steps, done.stop_reason.kind) == (15, "early_stop")
+    for options in ({}, {"steps": None, "more_steps": 5}):
+        with pytest.warns(UserWarning, match="trained: eval/loss_a .*change the arguments of the"):
+            again = call(2, **options)
+        assert again.stop_reason == done.stop_reason
+        assert (again.steps, again.history, int(again.state["n"])) == (15, done.history, 15)
+    assert call(3).steps == 20
+
+
+def test_a_hook_that_may_only_warn_does_not_stop_a_resumed_run(tmp_path):
+    def call(steps):
+        hook = sf.only_warn(sf.stop_early("eval/loss_a", patience=1, mode="min"))
+        return fit(evaluation=MEASURES_LOSS, hooks=hook, steps=steps, **saves_at_end(tmp_path))
+
+    with pytest.warns(UserWarning, match="step 10: eval/loss_a has not become better"):
+        call(10)
+    with pytest.warns(UserWarning, match="step 15: eval/loss_a has not become better"):
+        assert call(15).steps == 15
 
 
 @pytest.mark.filterwarnings("ignore:batches. expected get_state and set_state")

@@ -210,7 +210,7 @@ def fit(
     session.user_parts, session.parts = user_parts, [directory]
     del state, initial, describe  # so that a restored state can take the memory
     with _attach_result(session), needs_all(), _opened(session, directory, segments, patience):
-        was_complete = start_or_resume(session, directory, segments, more_steps, resume)
+        start_or_resume(session, directory, segments, more_steps, resume)
         show_start(session, directory)
         with report_failed_peer():  # `fold_to_the_end` catches the deaths of processes
             fold_to_the_end(session, directory, segments, more_steps)
@@ -218,7 +218,7 @@ def fit(
     result = _make_result(session, _stop_reason(session) or Stop("error", ""))
     raise_signal(session.peers, session.run, result)
     watched.warn_of_unseen(result.history)
-    _warn_if_untrained(session, result, was_complete=was_complete)
+    _warn_if_untrained(session, result)
     return result
 
 
@@ -370,13 +370,14 @@ def _attach_result(session: Session) -> Iterator[None]:
         raise
 
 
-def _warn_if_untrained(session: Session, result: FitResult, *, was_complete: bool) -> None:
-    run = session.run
-    has_read = was_complete and result.stop_reason.kind == "completed"  # evaluations elsewhere
+def _warn_if_untrained(session: Session, result: FitResult) -> None:
+    run, reason = session.run, result.stop_reason
+    has_read = session.was_over and reason.kind == "completed"  # evaluations elsewhere
     is_idle = result.steps == run.first_step and not has_read
-    if is_idle and (was_complete or run.resumed is None):
+    if is_idle and (session.was_over or run.resumed is None):
+        advice = "give more_steps=…, a larger steps=…, more batches"
+        if reason.kind not in ("completed", "already_completed", "exhausted"):
+            advice = "change the arguments of the hook that stopped the run, give it another name=…"
         warnings.warn(
-            f"nothing was trained: {result.stop_reason}; give more_steps=…, a larger steps=…, more "
-            "batches, or another directory",
-            stacklevel=3,
+            f"nothing was trained: {reason}; {advice}, or another directory", stacklevel=3
         )

@@ -72,8 +72,8 @@ def start_or_resume(
     segments: Segments | None,
     more_steps: int | None,
     resume: bool | Sequence[str],
-) -> bool:
-    """Resume from a checkpoint if there is one; return whether the run was complete there."""
+) -> None:
+    """Resume from a checkpoint if there is one."""
     series, rollbacks = session.series, session.rollbacks
     if segments is not None:
         segments.attach(session)
@@ -91,7 +91,7 @@ def start_or_resume(
             warnings.warn(f"checkpoints: {text}; {advice}", stacklevel=3)
         session.initialize()
         directory.start(session)
-        return False
+        return
     if resume is False:
         expected = "a directory without checkpoints to start in"
         got = f"steps {', '.join(map(str, series.steps()))} in {series.directory}"
@@ -100,10 +100,9 @@ def start_or_resume(
     if rollbacks.done:
         session.skip([rollback.skipped for rollback in rollbacks.done])
     with agreement(f"{series.directory}: not resumed", session.peers.group):
-        was_complete = session.continue_from_checkpoint(series, more_steps)
+        session.was_over = session.continue_from_checkpoint(series, more_steps)
     directory.fetch(session)
     directory.continue_from(session)
-    return was_complete
 
 
 def show_start(session: Session, directory: RunDirectory) -> None:

@@ -54,6 +54,8 @@ class Session:
       user_parts: parts of the user, done before a save.
       parts: more parts, done after all others.
       capsule: of the step in which a NaN or inf ended the run, once it is taken.
+      was_over: whether there was nothing left to train when this call continued the run: all steps
+        were done, or a hook had stopped it for a reason that its state still gives.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Session:
         self.user_parts: Sequence[Part] = ()
         self.parts: Sequence[Part] = ()
         self.capsule: Capsule | None = None
+        self.was_over = False
         self.rollbacks = None if series is None else Rollbacks(series, feed)
         state, step, hyperparams, self._make_state = initial
         self.run = Run.start(state, step, feed.first_used, total, hyperparams)
@@ -110,6 +113,7 @@ class Session:
                     call_optional(part, "open", self.run)
             if elsewhere is not None:
                 elsewhere.open(self.run)
+            self.run = self._stop_again(self.run)
             mark = self.feed.mark(self.run.step, self.run.batches_used)
             self.run = self.run._replace(hooks=hooks.get_state(), marks=(mark,))
             # Each run is the one of this session until the next one.
@@ -127,6 +131,14 @@ class Session:
         finally:
             for part in self.user_parts:
                 call_optional(part, "close")
+
+    def _stop_again(self, run: Run) -> Run:
+        """Ask to stop before the first step if a hook has stopped the run before."""
+        reason = self.hooks.still_stops()
+        if reason is None or run.requests.has(Kind.STOP):
+            return run
+        self.was_over = self.was_over or run.step == run.resumed
+        return self.peers.ask(run, Request(Kind.STOP, run.step, reason, by_hook=True))
 
     def _read_elsewhere(
         self, evaluations: Sequence[Evaluate], plan: Plan, log: Log

@@ -254,6 +254,13 @@ class BaseHook:
             self.reset(step)
         self._is_restored = False
 
+    def still_stops(self) -> Stop | None:
+        """Return why its state stops the run before any event, or None; called after `open`.
+
+        A run that the hook has stopped then does not train until the next event when it is resumed.
+        """
+        return None
+
     def end_run(self) -> None:
         """Act on the last train metrics of a run that is not interrupted, before it evaluates."""
 
@@ -393,6 +400,11 @@ class HookDispatcher:
         opened, self._opened = self._opened, None  # once, even if the run goes back
         if opened is not None:
             opened()
+
+    def still_stops(self) -> Stop | None:
+        """Return why the state of a hook stops the run before any event, or None."""
+        reasons = (call_optional(hook, "still_stops") for hook in self.hooks)
+        return next((reason for reason in reasons if reason is not None), None)
 
     def flush(self) -> None:
         for hook in self.hooks:

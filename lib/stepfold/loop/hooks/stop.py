@@ -161,8 +161,8 @@ class stop_early(BaseHook):  # noqa: N801
     are sharded over processes. To keep the best state on disk, use `sf.Checkpoints(best=metric)`.
     `keep_state` does not take a train metric, since at a log point the state is of a later step,
     nor an evaluation elsewhere.
-    A resumed run continues to count, so one that was stopped ends at the next evaluation again. To
-    let it continue, give a larger `patience`, or another `name`, the hook's key in a checkpoint.
+    A resumed run continues to count, so one that was stopped trains nothing, with a warning. To let
+    it continue, give a larger `patience`, or another `name`, the hook's key in a checkpoint.
 
     >>> import stepfold as sf
     >>> hook = sf.stop_early("eval/loss", patience=2)
@@ -214,6 +214,9 @@ class stop_early(BaseHook):  # noqa: N801
                 self.best_state = jax.tree.map(_copy_to_host, event.state)
             return None
         self._num_worse += 1
+        return self.still_stops()
+
+    def still_stops(self) -> Stop | None:
         if self._num_worse < self._patience:
             return None
         message = f"{self.metric} has not become better than {self.best:g} for {self._num_worse}"

@@ -140,6 +140,9 @@ class only_warn(HookWrapper):  # noqa: N801
             warnings.warn(f"step {event.step}: {reason}", stacklevel=2)
         return None
 
+    def still_stops(self) -> None:
+        """Return None, since it does not stop the run."""
+
 
 class callback(BaseHook):  # noqa: N801
     """Call a function `(trainer, epoch, metrics)` after each epoch, including one the run stops at.
