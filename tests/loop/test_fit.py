@@ -148,6 +148,14 @@ def test_a_run_that_a_hook_has_stopped_trains_no_further(wrap, tmp_path):
     assert call(3).steps == 20
 
 
+def test_early_stopping_by_an_evaluation_at_the_end_is_warned_of():
+    hook = sf.stop_early("eval/loss_a", patience=1, mode="min")
+    at_end = sf.Evaluation(lambda state: {"loss_a": state["n"]})
+    words = "stop_early: expected eval/loss_a to be measured during the run, got an evaluation at"
+    with pytest.warns(UserWarning, match=words):
+        fit(evaluation=at_end, hooks=hook)
+
+
 def test_a_hook_that_may_only_warn_does_not_stop_a_resumed_run(tmp_path):
     def call(steps):
         hook = sf.only_warn(sf.stop_early("eval/loss_a", patience=1, mode="min"))

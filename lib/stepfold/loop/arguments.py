@@ -143,10 +143,18 @@ def split_parts(hooks: Sequence[Any]) -> tuple[list[Part], list[Hook]]:
 
 
 def check_kinds(hooks: Sequence[Hook], evaluations: Sequence[Evaluation]) -> None:
-    """Refuse a hook that would never be called, since a run has no events of its kind."""
+    """Refuse a hook that would never be called, and warn of one that would stop nothing."""
     kinds = ["train", *(evaluation.name for evaluation in evaluations)]
+    at_end = {each.name for each in evaluations if not (each.every or each.every_epochs)}
     for hook in hooks:
         check_kind(hook, kinds)
+        metric = getattr(hook, "metric", None) or ""
+        if may_stop(hook) and metric.partition("/")[0] in at_end:
+            warnings.warn(
+                f"{hook_name(hook)}: expected {metric} to be measured during the run, got an "
+                "evaluation at its end; give sf.Evaluation(…, every=…)",
+                stacklevel=3,
+            )
 
 
 def check_epochs(feed: BatchFeed, recurring: Sequence[Any], hooks: Sequence[Hook]) -> None:
