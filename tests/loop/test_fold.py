@@ -114,7 +114,7 @@ def test_a_step_changes_the_fields_that_it_names():
 
 def test_a_run_is_the_same_after_a_checkpoint():
     run = Run.start(start(), 0, 0, 20, {})._replace(
-        step=7, batches_used=7, last_metrics={"train/loss": 1.0}, logged=5
+        step=7, batches_used=7, logged_metrics={"train/loss": 1.0}, logged_step=5
     )
     run = run.log(7, {"train/loss": 0.5}).note("rates halved")
     run = run.ask(Request(Kind.STOP, 9, sf.Stop("hook", "enough"), by_hook=True))
@@ -144,8 +144,8 @@ def test_a_checkpoint_keeps_its_names():
         "replacements": [[3, "rates halved"]],
     }
     run = Run.start(start(), 0, 0, 20, {}).from_checkpoint(saved, start(), 7)
-    assert (run.epoch_ended, run.logged, run.began, run.evaluated) == (4, 6, 1, {"eval": 5})
-    assert (run.last_metrics, run.notes) == ({"train/loss": 0.5}, ([3, "rates halved"],))
+    assert (run.epoch_ended_at, run.logged_step, run.began, run.evaluated) == (4, 6, 1, {"eval": 5})
+    assert (run.logged_metrics, run.notes) == ({"train/loss": 0.5}, ([3, "rates halved"],))
     again = run._replace(batches_used=8).to_checkpoint()  # which the batches know
     assert again == saved
 

@@ -77,16 +77,17 @@ def fit(
 ) -> "FitResult":
     """Train: fold batches into a state, log, evaluate, and save checkpoints.
 
-    After a step, and where it is due, `fit` logs the metrics, then evaluates, then saves, and then
-    pulls the next batch. With `checkpoints`, the same call resumes from the newest good one: state,
-    data, history and hooks continue as if the run had not been interrupted.
+    After a step, and where it is due, `fit` logs the metrics, evaluates, calls hooks at the end of
+    an epoch, does the parts of the user, saves, and then pulls the next batch. With `checkpoints`,
+    the same call resumes from the newest good one: state, data, history and hooks continue as if
+    the run had not been interrupted.
 
     SIGINT and SIGTERM let the current step finish, save, and then raise `KeyboardInterrupt` or
     `SystemExit(143)`. A second signal leaves at once, except for a save that is being written.
     SIGUSR1 saves and continues. An exception of a hook or of the data reaches the caller after a
     save. Each of these exceptions has an attribute `result`, the result so far. With several
-    processes, all of them stop at the same step. The guide explains
-    :doc:`/ideas/between-two-steps`.
+    processes, all of them stop at the same step; if one dies, jax ends the others, unless the run
+    is `Elastic`, and the same call resumes. The guide explains :doc:`/ideas/between-two-steps`.
 
     Args:
       step: a `StepFn`. It is compiled before the first step, once for each batch size. A jitted or
@@ -132,15 +133,15 @@ def fit(
         to rounding: XLA may fuse the operations of a step differently in a loop.
       time_limit: the number of seconds after which to stop, checked at log points and after
         evaluations.
-      patience: with several processes, the seconds without progress, in addition to the heartbeat,
-        after which one is stuck: it is alive, and the others wait for it. All then print its
+      patience: with several processes, the seconds without progress after which one is stuck: it is
+        alive, unlike one whose heartbeats stop, and the others wait for it. All then print its
         number, host, step and stacks, and exit with code 1. Choose more than a step takes, and than
         a batch, a hook or a save takes longer in one process than in the others. None waits
         forever. `Elastic` has its own.
       compilation_cache: whether jax's compilation cache is kept in `run_dir/compiled` during the
         run, at most 1 GiB, so that a restart loads its programs. A cache that the user configured,
-        by `jax_compilation_cache_dir`, is used in its place. Off for virtual
-        devices. Whoever may write there can run code.
+        by `jax_compilation_cache_dir`, is used in its place. Off for virtual devices. Whoever may
+        write there can run code.
 
     Returns:
       The state, the history of metrics, and why the run stopped.
@@ -196,6 +197,7 @@ def fit(
             run_metadata, initial.state, batches, arguments, evaluations, checkpoints, config
         )
         all_hooks += directory.make_hooks(all_hooks, describe, series)
+        to_do = more_steps or feed.total  # of the epochs, if they are given
         session = Session(
             runner,
             initial,
@@ -204,7 +206,7 @@ def fit(
             series,
             make_peers(segments),
             Options(evaluations, log_every, directory.metrics_path is None, restored_parts),
-            total=initial.step + more if (more := more_steps or feed.total) else steps,
+            total=initial.step + to_do if to_do else steps,
         )
         unless_opened.pop_all()
     session.user_parts, session.parts = user_parts, [directory]
@@ -212,7 +214,7 @@ def fit(
     with _attach_result(session), needs_all(), _opened(session, directory, segments, patience):
         start_or_resume(session, directory, segments, more_steps, resume)
         show_start(session, directory)
-        with report_failed_peer():  # `fold_to_the_end` catches the deaths of processes
+        with report_failed_peer():  # of an elastic run, `fold_to_the_end` catches deaths
             fold_to_the_end(session, directory, segments, more_steps)
         _take_capsule(session, directory)
     result = _make_result(session, _stop_reason(session) or Stop("error", ""))

@@ -1,7 +1,9 @@
 """The fold of a step over batches: `iterate` alone, and with what happens between two steps.
 
-A *part* is something that happens between two steps: hooks see metrics, an evaluation, the end of
-an epoch, a save. After a call of the step, `fold` visits the parts that are due, in their order.
+A *part* is something that happens between two steps. After a call of the step, `fold` visits the
+parts that are due, in their order. Those of `fit` are in `stepfold.loop.parts` and `saves`: `Log`
+(hooks see the metrics of the steps up to a log point), `Evaluate`, `EndEpoch`, the parts of the
+user, `Save`. `stepfold.loop.plan` says when each is due, and `ending` what happens after the fold.
 
 `Alone` is in this file because each step of a single process passes through it.
 """
@@ -57,9 +59,9 @@ class Part(Protocol):
     exception leaves that run as it was before the part. A part that has nothing more to do returns
     the run itself. With several processes, all of them do the same parts at the same steps.
 
-    `fit` takes parts among its hooks. It does them after evaluations and before a save. They may
-    also have `open(run)`, called before the first step, and `close()`. Both are called again if the
-    run goes back or repeats steps.
+    `fit` takes parts among its hooks. It does them after the evaluations and the end of an epoch,
+    and before a save. They may also have `open(run)`, called before the first step, and `close()`.
+    Both are called again if the run goes back or repeats steps.
 
     >>> import math, jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> class Halve:
@@ -114,8 +116,9 @@ def fold(
                 state, metrics = step(run.state, batches)  # dispatched, not awaited
                 yield (run := run.after(state, metrics, batches))
                 run = peers.agree(run) if run.step < following else run
-            elif run.end is None:
+            elif run.end is None:  # no request, such as a signal, has interrupted the wait
                 run = exhaust(feed, run)
+        # A request that ends the run between two visits leaves the rest to `Ending`.
         if run.step >= following or run.end is None:
             yield run  # with the requests on which all agree
             run = yield from visit(parts, peers.meet(run))
@@ -149,7 +152,7 @@ def visit(parts: Sequence[Part], run: Run) -> Runs:
 
 
 def complete(part: Callable[[Run], Run], run: Run) -> Runs:
-    """Do all that a part has to do, even if it is not due."""
+    """Do all that a part of `fit` has to do, even if it is not due; it then returns the run."""
     while (changed := part(run)) is not run:
         yield (run := changed)
     return run
@@ -175,6 +178,9 @@ class WaitInterrupted(BaseException):
 
 class Alone:
     """The processes of a run, if it is a single one: it agrees to each request at once.
+
+    `Several` in `stepfold.loop.peers` does the same for several processes, and `Survivors` in
+    `elastic` for those of an elastic run.
 
     Requests that come from outside the fold, as from signals, wait in an inbox. Five methods bring
     processes together. Each is called where it is, because they differ in what they wait for:

@@ -89,7 +89,7 @@ class Log:
         """Call hooks at the end of an epoch."""
         try:
             self._hooks.end_epoch(epoch)
-            return run._replace(epoch_ended=run.step, hooks=self._hooks.get_state())
+            return run._replace(epoch_ended_at=run.step, hook_states=self._hooks.get_state())
         except Exception as error:  # noqa: BLE001
             return self._peers.defer(run, error)
 
@@ -99,7 +99,7 @@ class Log:
             return run
         try:
             self._hooks.end_run()
-            return run._replace(hooks=self._hooks.get_state())
+            return run._replace(hook_states=self._hooks.get_state())
         except Exception as error:  # noqa: BLE001
             return self._peers.defer(run, error)
 
@@ -122,7 +122,7 @@ class Log:
             is_late=kind != "train" and interval.step < run.step,
         )
         event, requests = self._call(event)
-        run = run.log(event.step, event.metrics)._replace(hooks=self._hooks.get_state())
+        run = run.log(event.step, event.metrics)._replace(hook_states=self._hooks.get_state())
         at = self._plan.read_step(event.step) if kind == "train" else run.step
         for request in requests:
             if isinstance(request, Replace | Reweight):
@@ -240,7 +240,7 @@ class EndEpoch:
 
     def _epochs(self, run: Run) -> int | None:
         """Return how many epochs are done if hooks have yet to see the end of one."""
-        is_new = self._plan.logs_epochs and run.step > run.epoch_ended and not self._peers.error
+        is_new = self._plan.logs_epochs and run.step > run.epoch_ended_at and not self._peers.error
         return self._plan.epochs_done(run.step) if is_new else None
 
 

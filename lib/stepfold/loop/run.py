@@ -1,5 +1,6 @@
-"""A run as one immutable value: all that steps and hooks change, and all that a checkpoint keeps.
+"""A run as one immutable value: all that steps and hooks change. Only its history grows in place.
 
+A checkpoint keeps the state, the position of the data, and what `to_checkpoint` returns.
 To resume, to go back, to repeat what a lost process has cost, and to finish what an exception has
 interrupted are then the same: to fold on from another value.
 
@@ -23,15 +24,15 @@ from stepfold.loop.metrics import History
 
 FORMAT = 3  # of a run in a checkpoint; incremented when its meaning changes
 _MAX_NOTES = 100  # on replacements of the state
-# What a checkpoint keeps as it is: the name there, the attribute, and its type.
+# Attributes that a checkpoint keeps as they are, and their types.
 _PLAIN = {
-    "epoch_ended_at": ("epoch_ended", int),
-    "logged_step": ("logged", int),
-    "began": ("began", int),
-    "is_complete": ("is_complete", bool),
-    "evaluated": ("evaluated", dict),
-    "logged_metrics": ("last_metrics", dict),
-    "hyperparams": ("hyperparams", dict),
+    "epoch_ended_at": int,
+    "logged_step": int,
+    "began": int,
+    "is_complete": bool,
+    "evaluated": dict,
+    "logged_metrics": dict,
+    "hyperparams": dict,
 }
 
 
@@ -142,8 +143,8 @@ class Run(NamedTuple):
       total: the step at which the run ends; None if the batches say so.
       began: the step at which the run began.
       first_step: the step at which this call of `fit` began or resumed it.
-      epoch_ended: the last step at which hooks were called for the end of an epoch.
-      logged, last_metrics: the step of the last event, and all metrics of that step.
+      epoch_ended_at: the last step at which hooks were called for the end of an epoch.
+      logged_step, logged_metrics: the step of the last event, and all metrics of that step.
       evaluated: the last step of each evaluation, by name.
       hyperparams: of the optimizer: those that the script sets, with the values that the run uses.
       history: the curves of all metrics. It is the one field that grows in place, as a copy at each
@@ -151,7 +152,7 @@ class Run(NamedTuple):
         end: the curves of an earlier run are the beginning of those of a later one. To continue
         from an earlier run, `from_checkpoint` makes another history, without what came after it.
       closed: the intervals of earlier log points that hooks have not seen yet.
-      hooks: the states of the hooks by key, as of the last event that all of them have seen.
+      hook_states: the states of the hooks by key, as of the last event that all of them have seen.
       requests: what is to be done between two steps.
       notes: on replacements of the state: lists (step, why); with "weights" at the end, of those of
         a mixture.
@@ -173,14 +174,14 @@ class Run(NamedTuple):
     total: int | None
     began: int
     first_step: int
-    epoch_ended: int
-    logged: int
-    last_metrics: Mapping[str, float]
+    epoch_ended_at: int
+    logged_step: int
+    logged_metrics: Mapping[str, float]
     evaluated: Mapping[str, int]
     hyperparams: Mapping[str, Any]
     history: History
     closed: tuple[Steps, ...] = ()
-    hooks: Sequence[Any] = ()
+    hook_states: Sequence[Any] = ()
     requests: Requests = Requests()
     notes: tuple[Any, ...] = ()
     marks: tuple[DataPosition, ...] = ()
@@ -215,9 +216,9 @@ class Run(NamedTuple):
             total=total,
             began=step,
             first_step=step,
-            epoch_ended=step,
-            logged=step,
-            last_metrics={},
+            epoch_ended_at=step,
+            logged_step=step,
+            logged_metrics={},
             evaluated={},
             hyperparams={},
             history=History(),
@@ -255,10 +256,10 @@ class Run(NamedTuple):
     def log(self, step: int, metrics: Mapping[str, float]) -> "Run":
         """Add the metrics of an event; the last one stays if they are those of an earlier step."""
         self.history.add(step, metrics)
-        if step < self.logged:
+        if step < self.logged_step:
             return self._replace(has_news=True)
-        before = self.last_metrics if step == self.logged else {}
-        return self._replace(logged=step, last_metrics={**before, **metrics}, has_news=True)
+        before = self.logged_metrics if step == self.logged_step else {}
+        return self._replace(logged_step=step, logged_metrics={**before, **metrics}, has_news=True)
 
     def note(self, *note: Any) -> "Run":
         """Note that the state, or the weights of a mixture, were replaced."""
@@ -312,7 +313,7 @@ class Run(NamedTuple):
         hooks are not called at the ends of epochs, one that a resume adds does not see that of this
         step.
         """
-        saved = {name: getattr(self, attribute) for name, (attribute, _) in _PLAIN.items()}
+        saved = {name: getattr(self, name) for name in _PLAIN}
         saved |= {} if logs_epochs else {"epoch_ended_at": self.step}
         return saved | {
             "format": FORMAT,
@@ -320,15 +321,17 @@ class Run(NamedTuple):
             "batches_used": self.batches_used,
             "history": self.history.get_state() if has_history else {},
             "buffer": intervals_to_json(self.current, self.closed),
-            "hooks": self.hooks,
+            "hooks": self.hook_states,
             "stop": self.requests.to_checkpoint(),
             "replacements": [*self.notes],
         }
 
     def from_checkpoint(self, saved: Mapping[str, Any], state: Any, step: int) -> "Run":
-        """Return this run as of a checkpoint, which may hold anything; empty for a state alone.
+        """Return this run as of a checkpoint: `saved` is what `to_checkpoint` returned there.
 
-        What this process was asked for, and the target, stay.
+        It may hold anything, and is empty if the checkpoint is of a state alone. The target, and
+        what this process was asked for, stay. `Session.continue_from` reads the total and the
+        number of batches, since these depend on the arguments of `fit` and on the batches.
         """
         run = Run._begin(state, step, step, self.total)._replace(
             first_step=self.first_step,
@@ -339,19 +342,19 @@ class Run(NamedTuple):
             return run
         plain = {name: saved[name] for name in _PLAIN}
         for name, value in [*plain.items(), ("replacements", saved["replacements"])]:
-            if type(value) is not (_PLAIN[name][1] if name in _PLAIN else list):
+            if type(value) is not _PLAIN.get(name, list):
                 raise TypeError(f"{name}: {tree.describe_value(value)}")
         if type(saved["total"]) not in (int, type(None)):
             raise TypeError(f"total: {tree.describe_value(saved['total'])}")
-        history = History(self.history)  # of which it keeps what the checkpoint lacks
+        history = History(self.history)  # a checkpoint has the last points; earlier ones stay
         history.set_state(saved["history"])
         current, closed = intervals_from_json(saved["buffer"])
         return run.ask(*stop_from_checkpoint(saved["stop"]))._replace(
-            **{_PLAIN[name][0]: value for name, value in plain.items()},
+            **plain,
             history=history,
             current=current,
             closed=closed,
-            hooks=saved["hooks"],
+            hook_states=saved["hooks"],
             notes=tuple(saved["replacements"]),
         )
 

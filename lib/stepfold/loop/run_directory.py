@@ -186,7 +186,7 @@ class RunDirectory:
         if path is None:
             return
         # The checkpoint has the last row; later events may have changed it in the file.
-        step, metrics = run.logged, run.last_metrics
+        step, metrics = run.logged_step, run.logged_metrics
         last_row = step - 1 if metrics else step
         for number, row in read_rows(path, until=last_row):
             run.history.add(number, row)

@@ -109,8 +109,8 @@ class Save:
             if run.end is None:
                 run = run.ask(Request(Kind.STOP, run.step, Stop("nonfinite", "")))
             return run if run.unsaved else run._replace(unsaved="a parameter is NaN")
-        metrics = run.last_metrics if run.logged == run.step else {}
-        extra = self._describe(run if has_user_code else run._replace(hooks=[]))
+        metrics = run.logged_metrics if run.logged_step == run.step else {}
+        extra = self._describe(run if has_user_code else run._replace(hook_states=[]))
         if what == "metadata":  # add to the checkpoint that the run resumed from
             self._hooks.flush()
             self._series.add_later(run.step, metrics=metrics, extra=extra)
@@ -156,7 +156,7 @@ class Save:
     def _rank(self, run: Run) -> dict[str, float]:
         """Return the metric that ranks checkpoints, if an evaluation has measured it here."""
         name = None if self._series is None else self._series.policy.best
-        metrics = run.last_metrics if run.logged == run.step else {}
+        metrics = run.logged_metrics if run.logged_step == run.step else {}
         is_known = name is not None and name in metrics and not name.startswith("train/")
         return {name: metrics[name]} if name is not None and is_known else {}
 

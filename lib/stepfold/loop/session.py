@@ -115,7 +115,7 @@ class Session:
                 elsewhere.open(self.run)
             self.run = self._stop_again(self.run)
             mark = self.feed.mark(self.run.step, self.run.batches_used)
-            self.run = self.run._replace(hooks=hooks.get_state(), marks=(mark,))
+            self.run = self.run._replace(hook_states=hooks.get_state(), marks=(mark,))
             # Each run is the one of this session until the next one.
             for self.run in fold(self.run, peers.watch_step(self.runner), self.feed, parts, peers):  # noqa: B020
                 pass
@@ -225,7 +225,7 @@ class Session:
         before = self.run
         try:
             run = before.from_checkpoint(saved, restored.state, restored.step)
-            self.hooks.set_state(run.hooks)
+            self.hooks.set_state(run.hook_states)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, StepfoldError):
                 raise
