@@ -21,12 +21,11 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import tensorstore
 
 from stepfold.checkpoint import manifest
 from stepfold.checkpoint.arrays import ArrayReader
@@ -43,7 +42,7 @@ from stepfold.checkpoint.manifest import DamageError, Manifest, NewerError, Shar
 from stepfold.checkpoint.steps import already_exists, join_location
 from stepfold.core.processes import Group, agreement, broadcast_from_first, rank_in
 from stepfold.errors import CheckpointError, refuse
-from stepfold.object_storage import Bucket
+from stepfold.object_storage import Bucket, range_below
 
 _PATIENCE = 600.0  # seconds that process 0 waits for the manifests of the other processes
 _OBJECT = 1 << 24  # bytes of an object with shards; Python waits while one is copied
@@ -160,9 +159,7 @@ class BucketStore(Bucket):
         return None if content is None else manifest.decode_checked(content, name)
 
     def list_notes(self, folder: str) -> list[str]:
-        below = tensorstore.KvStore.KeyRange(f"{folder}/", f"{folder}0")
-        names = self._start(folder, "listed", lambda: self._kv.list(below))()
-        return sorted(name.decode(errors="replace").removeprefix(f"{folder}/") for name in names)
+        return [name.removeprefix(f"{folder}/") for name in self.list_names(f"{folder}/")]
 
     # Saving
 
@@ -351,15 +348,14 @@ class BucketStore(Bucket):
 
     def _delete_below(self, prefix: str) -> None:
         """Delete all objects whose names begin with a prefix."""
-        below = tensorstore.KvStore.KeyRange(prefix, f"{prefix[:-1]}{chr(ord(prefix[-1]) + 1)}")
+        below = range_below(prefix)
         self._start(prefix, "deleted", lambda: self._kv.delete_range(below))()
 
     def _names(self) -> list[str]:
         """List the commits and the markers."""
         # By their first digit, since a list has a common prefix: folders may have many objects.
-        ranges = [tensorstore.KvStore.KeyRange(f"{i}", chr(ord("1") + i)) for i in range(10)]
-        lists = [self._start("", "listed", partial(self._kv.list, prefix)) for prefix in ranges]
-        return sorted(name.decode(errors="replace") for wait in lists for name in wait())
+        lists = [self.start_list(f"{digit}") for digit in range(10)]
+        return sorted(name for wait in lists for name in wait())
 
     def _folders(self) -> list[str]:
         folders = {name.rpartition("/")[0] + "/" for name in self.list_names("saves/")}
