@@ -18,6 +18,7 @@ from stepfold.checkpoint.restore import Restored, restore_from
 from stepfold.checkpoint.retention import Retention, Rule
 from stepfold.checkpoint.steps import Best, already_exists, order_by
 from stepfold.checkpoint.store import (
+    PendingSave,
     Store,
     complete_steps,
     has_own_step,
@@ -116,6 +117,7 @@ class Series(StepReader):
         self._due: tuple[int, _Kind | None] = (0, None)  # the last step given, and what is due then
         self._is_requested = False
         self._notify: Callable[[], None] | None = None  # at a request
+        self._pending: PendingSave | None = None
         self._thread: threading.Thread | None = None  # of the pending save
         self._errors: list[tuple[Store, BaseException]] = []  # of saves, not raised yet
         self._has_warned = False  # of temporary saves that fail
@@ -292,7 +294,7 @@ class Series(StepReader):
         before_commit: Callable[[], None] | None,
     ) -> None:
         _make_room(store, metadata.step)
-        store.begin(state, metadata, before_commit)
+        self._pending = store.begin(state, metadata, before_commit)
         self._saving, self._any_saved_at = metadata.step, time.monotonic()
         self._thread = threading.Thread(
             target=self._finish, args=(store, metadata.step), name="stepfold-save", daemon=False
@@ -303,10 +305,13 @@ class Series(StepReader):
         """Commit a step and apply the retention policy, in the background."""
         try:
             is_first = jax.process_index() == 0
-            store.commit(step, partial(self._prune, store, step) if is_first else None)
+            if self._pending is not None:
+                self._pending.commit(partial(self._prune, store, step) if is_first else None)
             self._has_warned = self._has_warned and store is not self._temporary
         except BaseException as error:  # noqa: BLE001  raised by `wait`, in the caller's thread
             self._errors.append((store, error))
+        finally:
+            self._pending = None  # which holds a copy of the state
 
     def _prune(self, store: Store, step: int) -> None:
         """Delete the steps that are not kept, once `step` is saved."""
@@ -400,7 +405,8 @@ class Series(StepReader):
         self.group = group
         for store in self._stores():
             store.group = group
-            store.abandon(lost)
+        if (pending := self._pending) is not None:
+            pending.abandon(lost)
         self._join_thread()
         # Process 0, which is alive, may have committed the step before.
         if self._saving is not None:
