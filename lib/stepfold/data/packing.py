@@ -26,7 +26,6 @@ from stepfold.data.collate import (
     concatenate,
     lengths_of,
     locate,
-    nested,
     pad_values,
     to_arrays,
 )
@@ -177,7 +176,7 @@ class Packed:
         self._position = _Position(self._before, start, count - self._left())
         if self._settings["rows"] is None:
             batch = {path: array[0] for path, array in batch.items()}
-        return nested(batch)
+        return tree.nested(batch)
 
     def _left(self) -> int:
         return len(self._ready["mask",]) - self._next if self._ready else 0
