@@ -6,7 +6,6 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from stepfold.checkpoint.restore import Restored, restore_from
-from stepfold.checkpoint.retention import Rule
 from stepfold.checkpoint.series import Series, StepReader
 from stepfold.checkpoint.steps import Best, read_best
 from stepfold.checkpoint.store import Store, open_store
@@ -157,11 +156,6 @@ class Checkpoints(StepReader):
     @property
     def ranking(self) -> Best | None:
         return read_best(self.best, self.mode)
-
-    @property
-    def retention(self) -> Rule:
-        """Which permanent steps to keep."""
-        return Rule(self.keep, self.keep_every, self.ranking, self.keep_best)
 
     def open(self, directory: str | os.PathLike[str] | None = None) -> Series:
         """Open the series, after cleaning up what killed runs left behind.

@@ -101,7 +101,8 @@ class Series(StepReader):
         # A path becomes absolute; a URL stays as given.
         location = self.store.location
         self.directory = location if is_url(location) else Path(location)
-        self._retention = {location: Retention(self.store, policy.retention)}
+        rule = Rule(policy.keep, policy.keep_every, policy.ranking, policy.keep_best)
+        self._retention = {location: Retention(self.store, rule)}
         self._temporary: Store | None = None
         if policy.temporary is not None:
             self._temporary = open_temporary(policy.temporary, self.store, group)

@@ -74,11 +74,19 @@ class Temporary:
         if self.every is None and self.every_minutes is None:
             refuse("temporary", "every=… or every_minutes=…", "neither")
 
+    def folder_of(self, series: Store, identity: str) -> Path:
+        """Return the folder of a series."""
+        # Links are resolved, since they may change, and a directory may have several names.
+        path = local_path(series.location)
+        name = series.location if path is None else os.path.realpath(path)
+        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+        return read_directory(self.directory) / f"series-{digest}-{identity}"
+
 
 def find_temporary(temporary: Temporary, series: Store) -> Store | None:
     """Open the temporary steps of a series to read them; None if it never had any."""
     identity = _read_identity(series)
-    return None if identity is None else open_store(f"{_prefix(temporary, series)}-{identity}")
+    return None if identity is None else open_store(temporary.folder_of(series, identity))
 
 
 def open_temporary(temporary: Temporary, series: Store, group: Group | None) -> Store | None:
@@ -91,8 +99,7 @@ def open_temporary(temporary: Temporary, series: Store, group: Group | None) -> 
                 identity = secrets.token_hex(4)
                 _warn_of_others(temporary, series)
                 series.write_note(_IDENTITY, {"id": identity})
-    (identity,) = broadcast_from_first([identity], group)
-    folder = f"{_prefix(temporary, series)}-{identity}"
+    folder = temporary.folder_of(series, broadcast_from_first([identity], group)[0] or "")
     try:
         return open_to_save(folder, group)
     except CheckpointError as error:
@@ -115,19 +122,10 @@ def _read_identity(series: Store) -> str | None:
     return None
 
 
-def _prefix(temporary: Temporary, series: Store) -> Path:
-    """Return what the paths of the folders begin with that series at one path or URL have."""
-    # Links are resolved, since they may change, and a directory may have several names.
-    path = local_path(series.location)
-    name = series.location if path is None else os.path.realpath(path)
-    digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
-    return read_directory(temporary.directory) / f"series-{digest}"
-
-
 def _warn_of_others(temporary: Temporary, series: Store) -> None:
     """Warn if earlier series at the same path have left temporary steps."""
-    prefix = _prefix(temporary, series)
-    for folder in sorted(prefix.parent.glob(f"{prefix.name}*")):
+    pattern = temporary.folder_of(series, "*")
+    for folder in sorted(pattern.parent.glob(pattern.name)):
         if open_store(folder).steps():
             warnings.warn(
                 f"{folder}: temporary steps of an earlier series in {series.location}, which "
