@@ -5,14 +5,13 @@ import os
 import re
 import secrets
 import warnings
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import jax
 
-from stepfold.checkpoint.manifest import DamageError
+from stepfold.checkpoint.results import read_fields
 from stepfold.checkpoint.steps import read_directory
 from stepfold.checkpoint.store import Store, local_path, open_store, open_to_save
 from stepfold.core.processes import Group, agreement, broadcast_from_first
@@ -114,12 +113,9 @@ def open_temporary(temporary: Temporary, series: Store, group: Group | None) -> 
 
 
 def _read_identity(series: Store) -> str | None:
-    with suppress(DamageError):
-        note = series.read_note(_IDENTITY)
-        identity = note.get("id") if isinstance(note, dict) else None
-        if isinstance(identity, str) and re.fullmatch("[0-9a-f]{8}", identity):
-            return identity
-    return None
+    identity = (read_fields(series, _IDENTITY) or {}).get("id")
+    is_valid = isinstance(identity, str) and re.fullmatch("[0-9a-f]{8}", identity)
+    return identity if is_valid else None
 
 
 def _warn_of_others(temporary: Temporary, series: Store) -> None:
