@@ -2,9 +2,11 @@
 
 from stepfold.checkpoint.average import average_checkpoints
 from stepfold.checkpoint.names import NameMap, NameRule
+from stepfold.checkpoint.policy import Checkpoints, save
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.safetensors import export_params, load_params
-from stepfold.checkpoint.series import Checkpoints, Series, Temporary, save
+from stepfold.checkpoint.series import Series
+from stepfold.checkpoint.temporary import Temporary
 from stepfold.checkpoint.verify import Contents, contents, latest_step, verify
 from stepfold.core.check import check_step
 from stepfold.core.cross_entropy import linear_cross_entropy

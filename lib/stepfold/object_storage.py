@@ -109,10 +109,13 @@ class Bucket:
 
     def list_names(self, prefix: str) -> list[str]:
         """List the names of objects that begin with a prefix."""
-        last = chr(ord(prefix[-1]) + 1) if prefix else ""
-        below = tensorstore.KvStore.KeyRange(prefix, prefix[:-1] + last)
-        found = self._start(prefix, "listed", lambda: self._kv.list(below))()
-        return sorted(name.decode(errors="replace") for name in found)
+        return self.start_list(prefix)()
+
+    def start_list(self, prefix: str) -> Callable[[], list[str]]:
+        """Return a function that waits for the names of objects that begin with a prefix."""
+        folder, below = prefix[: prefix.rfind("/") + 1], range_below(prefix)
+        wait = self._start(folder, "listed", lambda: self._kv.list(below))
+        return lambda: sorted(name.decode(errors="replace") for name in wait())
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object, or replace it."""
@@ -151,6 +154,12 @@ class Bucket:
 
     def _probe(self, name: str, verb: str) -> None:
         """Raise if the server does not answer a small request at once."""
+
+
+def range_below(prefix: str) -> Any:
+    """Return the range of the names that begin with a prefix."""
+    last = chr(ord(prefix[-1]) + 1) if prefix else ""
+    return tensorstore.KvStore.KeyRange(prefix, prefix[:-1] + last)
 
 
 def path_of_url(url: str) -> Path | None:

@@ -7,6 +7,7 @@ messages, sharding rules and checkpoints name a leaf in the same way.
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,6 +27,17 @@ def named_leaves(tree: Tree, root: str = "") -> list[tuple[str, Any]]:
     """List the leaves with their paths below `root`, in jax's order."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(_join(root, path_name(path)), leaf) for path, leaf in leaves]
+
+
+def nested(leaves: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
+    """Arrange leaves in nested dicts by the keys on their paths."""
+    root: dict[Any, Any] = {}
+    for (*keys, last), leaf in leaves.items():
+        node = root
+        for key in keys:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return root
 
 
 def marked_paths(tree: Tree, words: Any) -> list[str]:

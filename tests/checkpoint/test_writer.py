@@ -99,9 +99,9 @@ def test_what_goes_wrong_is_told_with_the_step(tmp_path, monkeypatch, place, err
 
     monkeypatch.setattr(manifest, place, fail)
     store = open_store(tmp_path, save=True)
-    store.begin(STATE, StepMetadata(3))
+    save = store.begin(STATE, StepMetadata(3))
     with pytest.raises(CheckpointError, match=f"{tmp_path}/3: not saved: {words}") as caught:
-        store.commit(3)
+        save.commit()
     assert caught.value.__cause__ is not None
     assert sf.latest_step(tmp_path) is None
 
@@ -123,10 +123,10 @@ def test_a_save_does_not_wait_for_the_disk(tmp_path, monkeypatch):
 
     monkeypatch.setattr(manifest, "write_leaves", slowly)
     store = open_store(tmp_path, save=True)
-    store.begin(STATE, StepMetadata(3))
+    save = store.begin(STATE, StepMetadata(3))
     assert sf.latest_step(tmp_path) is None
     may_write.set()
-    store.commit(3)
+    save.commit()
     assert sf.latest_step(tmp_path) == 3
 
 

@@ -122,16 +122,16 @@ def test_stream_with_set_epoch_gets_the_epoch_and_cannot_start_one_that_was_rest
     stream = Stream(faces().shuffle(seed=0, buffer_size=4))
     epochs = []
     for epoch in (0, 1, 0):
-        stream.start_epoch(epoch)
+        stream.start(epoch)
         epochs.append([stream.read()["x"].item() for _ in range(13)])
     assert epochs[0] == epochs[2] != epochs[1]
     assert sorted(epochs[0]) == sorted(epochs[1])
     restored = Stream(faces())
-    restored.start_epoch(0)
     restored.read()
     restored.restore(0, json.loads(restored.position()))
+    restored.start(0)
     with pytest.raises(sf.DataError, match="starts epoch 0 from its beginning, got one that was r"):
-        restored.start_epoch(0)
+        restored.read()
 
 
 def test_stream_without_a_state_is_saved_but_not_resumed():

@@ -13,6 +13,7 @@ from tests.laws import course, network
 
 import stepfold as sf
 from stepfold.checkpoint.store import DirectoryStore
+from stepfold.checkpoint.writer import OrbaxSave
 
 SIGNALS = {"SIGTERM": (SystemExit, signal.SIGTERM), "SIGINT": (KeyboardInterrupt, signal.SIGINT)}
 
@@ -228,10 +229,11 @@ def test_a_signal_while_it_compiles(name, tmp_path):
     [("SIGTERM", "begins"), pytest.param("SIGINT", "is being written", marks=pytest.mark.full)],
 )
 def test_a_signal_while_it_saves(name, when, tmp_path, monkeypatch):
-    method = {"begins": "begin", "is being written": "commit"}[when]
-    real = getattr(DirectoryStore, method)
+    moments = {"begins": (DirectoryStore, "begin"), "is being written": (OrbaxSave, "commit")}
+    owner, method = moments[when]
+    real = getattr(owner, method)
     once = Once(lambda: True, sends(name))
-    monkeypatch.setattr(DirectoryStore, method, lambda *given: once() or real(*given))
+    monkeypatch.setattr(owner, method, lambda *given: once() or real(*given))
     interrupted(name, folder=tmp_path)
     goes_on(tmp_path, 7)
 
@@ -314,23 +316,25 @@ def course_with(action, where, folder, steps):
         if event.step == moments.get(where) and where in (kind, "midway"):
             action()
 
-    begin, commit = DirectoryStore.begin, DirectoryStore.commit
+    begin, commit = DirectoryStore.begin, OrbaxSave.commit
 
     def begins(store, state, metadata, before_commit=None):
-        begin(store, state, metadata, before_commit)
-        if where == "save" and metadata.step == 21:
+        save = begin(store, state, metadata, before_commit)
+        save.step = metadata.step
+        if where == "save" and save.step == 21:
             action()
+        return save
 
-    def commits(store, step, finish=None):
-        if where == "last save" and step == steps:
+    def commits(save, finish=None):
+        if where == "last save" and save.step == steps:
             time.sleep(0.5)  # by now the fold is over
             action()
             time.sleep(0.5)
-        commit(store, step, finish)
-        if where == "saved" and step == 21:
+        commit(save, finish)
+        if where == "saved" and save.step == 21:
             action()
 
-    DirectoryStore.begin, DirectoryStore.commit = begins, commits
+    DirectoryStore.begin, OrbaxSave.commit = begins, commits
     course.run(folder, hooks=hook, steps=steps)
 
 

@@ -184,7 +184,7 @@ def runs(start, folder, events, options):
     Segments.begin = begin_a_segment
     before(Group, "meet", about)
     before(manifest, "write_leaves", lambda _, metadata, *args: f"save {metadata.step}")
-    before(bucket.BucketStore, "_write_stream", lambda _, name, __: f"write {name.split('-')[0]}")
+    before(bucket.BucketStore, "write_stream", lambda _, name, __: f"write {name.split('-')[0]}")
     before(Rollbacks, "delete_later", lambda *_: "delete")
     before(Rollbacks, "_write", lambda *_: "note")
     before(Session, "continue_from_checkpoint", lambda *_: "restore")

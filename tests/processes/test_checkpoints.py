@@ -372,7 +372,7 @@ def test_first_process_writes_local_params_and_none_waits(processes, tmp_path):
 def saves_in_a_bucket(start, url, credentials, gave_up):
     os.environ.update(credentials)
     start()
-    before = bucket._OBJECT, bucket._PATIENCE, bucket.BucketStore._write_stream
+    before = bucket._OBJECT, bucket._PATIENCE, bucket.BucketStore.write_stream
     bucket._OBJECT = 1000
     process, seen = jax.process_index(), {}
     mesh = sf.make_mesh((1, 2, 2, 1))
@@ -418,13 +418,13 @@ def saves_in_a_bucket(start, url, credentials, gave_up):
             time.sleep(0.01)
 
     if process == 1:
-        bucket.BucketStore._write_stream = write_late
+        bucket.BucketStore.write_stream = write_late
     try:
         sf.save(url, state, step=20)
     except sf.CheckpointError as error:
         seen["late"] = str(error)
     Path(gave_up).touch()
-    bucket._OBJECT, bucket._PATIENCE, bucket.BucketStore._write_stream = before
+    bucket._OBJECT, bucket._PATIENCE, bucket.BucketStore.write_stream = before
     jax.experimental.multihost_utils.sync_global_devices("end")
     print(json.dumps(seen))
 

@@ -29,7 +29,7 @@ from stepfold.adapter.optimizers import (
 )
 from stepfold.adapter.sizes import Plan, check_within
 from stepfold.adapter.validation import check_functions
-from stepfold.checkpoint.series import Checkpoints
+from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.precision import Precision, dynamic_loss_scale
 from stepfold.core.validation import absolute_path, refuse_unknown, takes_any_keyword

@@ -14,7 +14,7 @@ from stepfold.adapter.loading import TrainingLoader
 from stepfold.adapter.sizes import Plan
 from stepfold.adapter.steps import Step, as_eval_step, as_train_step
 from stepfold.checkpoint.names import NameMap
-from stepfold.checkpoint.series import Checkpoints
+from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.state import TrainState
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import Hook

@@ -34,7 +34,7 @@ from stepfold.adapter.qurious_arguments import (
 )
 from stepfold.adapter.steps import as_metrics
 from stepfold.adapter.validation import check_list
-from stepfold.checkpoint.series import Checkpoints
+from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.metric_modes import known_mode
 from stepfold.core.state import TrainState, init_state
 from stepfold.core.step import make_eval_step, make_train_step

@@ -16,8 +16,8 @@ from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.parts import Parts
 from stepfold.checkpoint.names import NameMap
+from stepfold.checkpoint.policy import save
 from stepfold.checkpoint.safetensors import export_params
-from stepfold.checkpoint.series import save
 from stepfold.checkpoint.steps import read_directory
 from stepfold.core.validation import absolute_path
 from stepfold.errors import ConfigError, refuse

@@ -38,9 +38,9 @@ from stepfold.adapter.sizes import plan
 from stepfold.adapter.steps import Step, weight_by_rows
 from stepfold.adapter.validation import check_config, check_functions
 from stepfold.checkpoint.names import NameMap
+from stepfold.checkpoint.policy import Checkpoints
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.safetensors import load_params
-from stepfold.checkpoint.series import Checkpoints
 from stepfold.checkpoint.steps import split_location
 from stepfold.checkpoint.store import open_store
 from stepfold.core.loss import without_padding

@@ -73,7 +73,9 @@ def average_checkpoints(
         for number, leaves in branches.items():
             _check_equal(first, leaves, f"{store.path_of(number)}: {part}", numbers[0])
         if like is None:
-            like = _nested({name: np.empty(0, leaf.dtype) for name, leaf in first.items()})
+            empty = {name: np.empty(0, leaf.dtype) for name, leaf in first.items()}
+            by_path = {tuple(name.split("/")): array for name, array in empty.items()}
+            like = empty[""] if "" in empty else tree.nested(by_path)
         else:
             match(first, like, where=f"{store.path_of(numbers[0])}: {part}", advice="")
         readers = {
@@ -136,17 +138,3 @@ def _means(
     if has_mean:
         return {part: (total / len(readers)).astype(dtype) for part, total in totals.items()}
     return totals
-
-
-def _nested(leaves: Mapping[str, Any]) -> Any:
-    """Arrange leaves in nested dicts by their paths."""
-    nested: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        if not name:
-            return leaf
-        *branches, last = name.split("/")
-        node = nested
-        for branch in branches:
-            node = node.setdefault(branch, {})
-        node[last] = leaf
-    return nested

@@ -21,12 +21,11 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import jax
 import numpy as np
-import tensorstore
 
 from stepfold.checkpoint import manifest
 from stepfold.checkpoint.arrays import ArrayReader
@@ -39,11 +38,11 @@ from stepfold.checkpoint.leaves import (
     leaves_of,
     shards_of,
 )
-from stepfold.checkpoint.manifest import DamageError, Manifest, NewerError, Shards, StepMetadata
+from stepfold.checkpoint.manifest import DamageError, Manifest, NewerError, StepMetadata
 from stepfold.checkpoint.steps import already_exists, join_location
 from stepfold.core.processes import Group, agreement, broadcast_from_first, rank_in
 from stepfold.errors import CheckpointError, refuse
-from stepfold.object_storage import Bucket
+from stepfold.object_storage import Bucket, range_below
 
 _PATIENCE = 600.0  # seconds that process 0 waits for the manifests of the other processes
 _OBJECT = 1 << 24  # bytes of an object with shards; Python waits while one is copied
@@ -57,25 +56,12 @@ _MARKER = re.compile(r"(\d+)\.damaged(-\d+)?")
 _FOLDER = re.compile(r"saves/(\d+)-([0-9a-f]+)-[0-9a-f]+/")
 
 
-class _Save(NamedTuple):
-    """A step that is being saved."""
-
-    folder: str
-    metadata: StepMetadata
-    leaves: Mapping[str, Leaf]
-    shards: Shards
-    before_commit: Callable[[], None] | None
-    group: Group | None
-
-
 class BucketStore(Bucket):
     """Steps at a URL; the methods are those of `store.DirectoryStore`."""
 
     def __init__(self, url: str, *, save: bool = False) -> None:
         super().__init__(url)
-        self._saves: dict[int, _Save] = {}
         self.group: Group | None = None  # the processes that save, if those of the job may die
-        self._abandoned = ""  # why the pending save cannot be finished
         if save and jax.process_index() == 0:  # find out whether it is writable, before step 1
             self._write_format()
 
@@ -160,72 +146,16 @@ class BucketStore(Bucket):
         return None if content is None else manifest.decode_checked(content, name)
 
     def list_notes(self, folder: str) -> list[str]:
-        below = tensorstore.KvStore.KeyRange(f"{folder}/", f"{folder}0")
-        names = self._start(folder, "listed", lambda: self._kv.list(below))()
-        return sorted(name.decode(errors="replace").removeprefix(f"{folder}/") for name in names)
+        return [name.removeprefix(f"{folder}/") for name in self.list_names(f"{folder}/")]
 
     # Saving
 
     def begin(
         self, state: Any, metadata: StepMetadata, before_commit: Callable[[], None] | None = None
-    ) -> None:
-        with agreement(f"{self.path_of(metadata.step)}: not saved", self.group):
-            arrays, leaves = arrays_of(state, self.group), leaves_of(state)
-            for array in arrays.values():  # all copies at once, then wait for each
-                for shard in getattr(array, "addressable_shards", ()):
-                    if shard.replica_id == 0:
-                        shard.data.copy_to_host_async()
-            # On CPU, zero-copy views; holding them protects donated buffers.
-            shards = {name: shards_of(array) for name, array in arrays.items() if array.size}
-        own = [int(time.time()), secrets.randbits(62)]
-        seconds, number = broadcast_from_first(own, self.group)
-        folder, self._abandoned = f"saves/{metadata.step}-{seconds:x}-{number:016x}/", ""
-        save = _Save(folder, metadata, leaves, shards, before_commit, self.group)
-        self._saves[metadata.step] = save
+    ) -> "BucketSave":
+        return BucketSave(self, state, metadata, before_commit)
 
-    def commit(self, step: int, finish: Callable[[], None] | None = None) -> None:
-        save = self._saves.pop(step)
-        rank, count = rank_in(save.group)
-        own_name = f"{save.folder}{rank}"
-        try:
-            parts = (part for parts in save.shards.values() for part in parts.values())
-            self._write_stream(own_name, parts)
-            if save.before_commit is not None:
-                save.before_commit()
-            content, arrays = manifest.process_manifest(
-                save.metadata, save.leaves, save.shards, save.group
-            )
-            stream = manifest.ARRAYS.format(rank)
-            self._write_stream(f"{save.folder}{stream}", arrays)
-            own = manifest.encode_checked(content)
-            self.write(f"{own_name}.json", own)
-            if rank > 0:
-                return
-            checksums = [zlib.crc32(own), *self._wait_for_others(save.folder, count)]
-        except Exception as error:
-            with suppress(CheckpointError):
-                if rank == 0:
-                    self._delete_below(save.folder)
-                else:  # process 0 waits for the manifest
-                    self.write_note(f"{own_name}.json", {"failed": str(error)})
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(
-                f"{self.path_of(step)}: not saved: {type(error).__name__}: {error}"
-            ) from error
-        self._publish(
-            step,
-            {
-                "format": manifest.FORMAT,
-                "folder": save.folder,
-                "object_bytes": _OBJECT,
-                "manifests": checksums,
-            },
-        )
-        if finish is not None:
-            finish()
-
-    def _write_stream(self, prefix: str, arrays: Iterable[np.ndarray]) -> None:
+    def write_stream(self, prefix: str, arrays: Iterable[np.ndarray]) -> None:
         """Write arrays as one stream of bytes, a few objects at once."""
         writes: deque[Callable[[], bytes]] = deque()
         try:
@@ -240,30 +170,7 @@ class BucketStore(Bucket):
                 with suppress(CheckpointError):
                     write()
 
-    def abandon(self, reason: str) -> None:
-        """Let a save in progress fail soon: it may wait for a process that has died."""
-        self._abandoned = reason
-
-    def _wait_for_others(self, folder: str, count: int) -> Iterator[int]:
-        """Wait for the manifests of the other processes, and yield their checksums."""
-        deadline, pause = time.monotonic() + _PATIENCE, 0.02
-        for process in range(1, count):
-            while (content := self.read(f"{folder}{process}.json")) is None:
-                if self._abandoned:
-                    raise CheckpointError(f"process {process} did not save: {self._abandoned}")
-                if time.monotonic() > deadline:
-                    expected = (
-                        f"the part of process {process} within {_PATIENCE:.0f} s of process 0"
-                    )
-                    where, advice = f"{self._base}{folder}", "it may have been killed"
-                    refuse(where, expected, "none", advice, kind=CheckpointError)
-                time.sleep(pause)
-                pause = min(2 * pause, 2.0)
-            if reason := manifest.decode_checked(content, f"{process}.json").get("failed"):
-                raise CheckpointError(f"process {process} cannot save its part: {reason}")
-            yield zlib.crc32(content)
-
-    def _publish(self, step: int, content: Mapping[str, Any]) -> None:
+    def publish(self, step: int, content: Mapping[str, Any]) -> None:
         """Make a folder the step, unless another run was faster."""
         name, commit, problem = f"{step}.commit", manifest.encode_checked(content), None
         try:
@@ -278,7 +185,7 @@ class BucketStore(Bucket):
         if problem is not None:  # the commit may still arrive: its folder has to stay
             raise problem
         with suppress(CheckpointError):
-            self._delete_below(content["folder"])
+            self.delete_below(content["folder"])
         raise CheckpointError(already_exists(self.location, step))
 
     def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
@@ -287,10 +194,10 @@ class BucketStore(Bucket):
         name, stream = f"{folder}{manifest.LATER}", f"{folder}{manifest.LATER_ARRAYS}"
         former = self.read_note(name) or {}
         content, number, arrays = manifest.later_metadata({**known, **metrics}, extra, former)
-        self._write_stream(stream.format(number), arrays)
+        self.write_stream(stream.format(number), arrays)
         self.write_note(name, content)
         # Keep the previous one, which another process may be reading.
-        self._delete_below(f"{stream.format(number - 2)}.")
+        self.delete_below(f"{stream.format(number - 2)}.")
 
     def write_note(self, name: str, content: Any) -> None:
         self.write(name, manifest.encode_checked(content))
@@ -311,7 +218,7 @@ class BucketStore(Bucket):
         folder = _folder_in(name, found.value)
         is_deleted = found.state == "missing" or self._replace(name, found, None)
         if folder is not None and (is_deleted or self.read(name) is None):
-            self._delete_below(folder)
+            self.delete_below(folder)
 
     def set_aside(self, step: int) -> str | None:
         """Copy the commit of a damaged step to a marker, and delete it; keep the folder."""
@@ -342,28 +249,114 @@ class BucketStore(Bucket):
                 [f"{step}.commit", *(name for name in markers if name.startswith(f"{step}."))]
             )
             if kept.isdisjoint((folder, None)):
-                self._delete_below(folder)
+                self.delete_below(folder)
 
     def _folders_of(self, names: Iterable[str]) -> set[str | None]:
         """Return the folders that commits and markers name, with None if one cannot be read."""
         contents = {name: self.read(name) for name in names}
         return {_folder_in(name, text) for name, text in contents.items() if text is not None}
 
-    def _delete_below(self, prefix: str) -> None:
+    def delete_below(self, prefix: str) -> None:
         """Delete all objects whose names begin with a prefix."""
-        below = tensorstore.KvStore.KeyRange(prefix, f"{prefix[:-1]}{chr(ord(prefix[-1]) + 1)}")
+        below = range_below(prefix)
         self._start(prefix, "deleted", lambda: self._kv.delete_range(below))()
 
     def _names(self) -> list[str]:
         """List the commits and the markers."""
         # By their first digit, since a list has a common prefix: folders may have many objects.
-        ranges = [tensorstore.KvStore.KeyRange(f"{i}", chr(ord("1") + i)) for i in range(10)]
-        lists = [self._start("", "listed", partial(self._kv.list, prefix)) for prefix in ranges]
-        return sorted(name.decode(errors="replace") for wait in lists for name in wait())
+        lists = [self.start_list(f"{digit}") for digit in range(10)]
+        return sorted(name for wait in lists for name in wait())
 
     def _folders(self) -> list[str]:
         folders = {name.rpartition("/")[0] + "/" for name in self.list_names("saves/")}
         return sorted(folder for folder in folders if _FOLDER.fullmatch(folder))
+
+
+class BucketSave:
+    """A step that is being saved. Readers see it once its commit is written."""
+
+    def __init__(
+        self,
+        store: BucketStore,
+        state: Any,
+        metadata: StepMetadata,
+        before_commit: Callable[[], None] | None,
+    ) -> None:
+        """Copy the state off the devices."""
+        self._store, self._metadata, self._before_commit = store, metadata, before_commit
+        self._group, self._abandoned = store.group, ""  # why it cannot be finished
+        with agreement(f"{store.path_of(metadata.step)}: not saved", self._group):
+            arrays, self._leaves = arrays_of(state, self._group), leaves_of(state)
+            for array in arrays.values():  # all copies at once, then wait for each
+                for shard in getattr(array, "addressable_shards", ()):
+                    if shard.replica_id == 0:
+                        shard.data.copy_to_host_async()
+            # On CPU, zero-copy views; holding them protects donated buffers.
+            self._shards = {name: shards_of(array) for name, array in arrays.items() if array.size}
+        own = [int(time.time()), secrets.randbits(62)]
+        seconds, number = broadcast_from_first(own, self._group)
+        self._folder = f"saves/{metadata.step}-{seconds:x}-{number:016x}/"
+
+    def commit(self, finish: Callable[[], None] | None = None) -> None:
+        """Write the step, as `OrbaxSave.commit` does."""
+        store, folder, step = self._store, self._folder, self._metadata.step
+        rank, count = rank_in(self._group)
+        own_name = f"{folder}{rank}"
+        try:
+            parts = (part for parts in self._shards.values() for part in parts.values())
+            store.write_stream(own_name, parts)
+            if self._before_commit is not None:
+                self._before_commit()
+            content, arrays = manifest.process_manifest(
+                self._metadata, self._leaves, self._shards, self._group
+            )
+            store.write_stream(f"{folder}{manifest.ARRAYS.format(rank)}", arrays)
+            own = manifest.encode_checked(content)
+            store.write(f"{own_name}.json", own)
+            if rank > 0:
+                return
+            checksums = [zlib.crc32(own), *self._wait_for_others(count)]
+        except Exception as error:
+            with suppress(CheckpointError):
+                if rank == 0:
+                    store.delete_below(folder)
+                else:  # process 0 waits for the manifest
+                    store.write_note(f"{own_name}.json", {"failed": str(error)})
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{store.path_of(step)}: not saved: {type(error).__name__}: {error}"
+            ) from error
+        commit = {"format": manifest.FORMAT, "folder": folder, "object_bytes": _OBJECT}
+        store.publish(step, {**commit, "manifests": checksums})
+        if finish is not None:
+            finish()
+
+    def abandon(self, reason: str) -> None:
+        """Let `commit`, in another thread, fail soon: it may wait for a process that has died."""
+        self._abandoned = reason
+
+    def _wait_for_others(self, count: int) -> Iterator[int]:
+        """Wait for the manifests of the other processes, and yield their checksums."""
+        deadline, pause = time.monotonic() + _PATIENCE, 0.02
+        for process in range(1, count):
+            while (content := self._store.read(f"{self._folder}{process}.json")) is None:
+                if self._abandoned:
+                    raise CheckpointError(f"process {process} did not save: {self._abandoned}")
+                if time.monotonic() > deadline:
+                    expected = (
+                        f"the part of process {process} within {_PATIENCE:.0f} s of process 0"
+                    )
+                    where, advice = (
+                        join_location(self._store.location, self._folder),
+                        "it may have been killed",
+                    )
+                    refuse(where, expected, "none", advice, kind=CheckpointError)
+                time.sleep(pause)
+                pause = min(2 * pause, 2.0)
+            if reason := manifest.decode_checked(content, f"{process}.json").get("failed"):
+                raise CheckpointError(f"process {process} cannot save its part: {reason}")
+            yield zlib.crc32(content)
 
 
 class BucketReader(ArrayReader):

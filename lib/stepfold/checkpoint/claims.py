@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from stepfold.checkpoint.manifest import DamageError
+from stepfold.checkpoint.results import read_fields
 from stepfold.checkpoint.steps import check_regular
 from stepfold.errors import CheckpointError
 
@@ -185,10 +185,9 @@ class Leases:
         """Return what live processes hold; delete the leases of dead ones."""
         held = []
         for name in self._store.list_notes(self._folder):
-            path, note = f"{self._folder}/{name}", None
-            with suppress(DamageError):
-                note = self._store.read_note(path)
-            if not isinstance(note, dict) or not isinstance(note.get("process"), dict):
+            path = f"{self._folder}/{name}"
+            note = read_fields(self._store, path) or {}
+            if not isinstance(note.get("process"), dict):
                 continue
             beats, now = note.get("beats"), time.monotonic()
             if self._beats.get(name, (None, now))[0] != beats:

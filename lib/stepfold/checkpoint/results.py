@@ -31,6 +31,14 @@ class Result(NamedTuple):
         return f"{FOLDER}/{quote(self.evaluation, safe='')}-{self.step}-{self.identity}.json"
 
 
+def read_fields(store: Any, name: str) -> dict[str, Any] | None:
+    """Return a note that holds a dict; None if it is missing, damaged or another."""
+    with suppress(DamageError):
+        note = store.read_note(name)
+        return note if isinstance(note, dict) else None
+    return None
+
+
 def find_results(store: Any) -> list[Result]:
     """List the results, of steps that are gone too, in the order of their steps."""
     matches = map(_NAME.fullmatch, store.list_notes(FOLDER))
@@ -40,10 +48,7 @@ def find_results(store: Any) -> list[Result]:
 
 def read_result(store: Any, result: Result) -> dict[str, float] | None:
     """Return the numbers of a result; None if it was deleted or damaged."""
-    note = None
-    with suppress(DamageError):
-        note = store.read_note(result.path)
-    if not isinstance(note, dict):
+    if (note := read_fields(store, result.path)) is None:
         return None
     return {name: float(value) for name, value in note.items() if type(value) in (int, float)}
 
@@ -68,10 +73,7 @@ def drop_results(store: Any) -> None:
 
 def read_run(store: Any) -> dict[str, Any]:
     """Return what `write_run` wrote; empty without it."""
-    note = None
-    with suppress(DamageError):
-        note = store.read_note(_RUN)
-    return note if isinstance(note, dict) else {}
+    return read_fields(store, _RUN) or {}
 
 
 def write_run(store: Any, names: Sequence[str], read: Sequence[Result], *, has_ended: bool) -> None:

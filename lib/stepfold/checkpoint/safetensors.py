@@ -36,8 +36,10 @@ from stepfold.checkpoint.leaves import (
     converted,
     leaf_of,
     make_leaf,
+    overlap,
     region,
     regions_of,
+    within,
 )
 from stepfold.checkpoint.names import NamedArray, NameMap, Part, whole_array
 from stepfold.checkpoint.restore import match
@@ -463,14 +465,10 @@ def _read(
     """Copy a region of a leaf from arrays, each of which has tied copies."""
     values = np.empty([stop - start for start, stop in wanted], leaf_of(like).dtype)
     for part, name, copies in sources:
-        ends = zip(wanted, part.ours, strict=True)
-        overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in ends]
-        if any(start >= stop for start, stop in overlap):
+        both = overlap(wanted, part.ours)
+        if both is None:
             continue
-        target, source = (
-            tuple(slice(start - zero, stop - zero) for (start, stop), (zero, _) in pairs)
-            for pairs in (zip(overlap, base, strict=True) for base in (wanted, part.ours))
-        )
+        target, source = (as_slices(within(both, base)) for base in (wanted, part.ours))
         saved = part.to_ours(arrays[name])[source]
         values[target] = converted(part.path, leaf_of(arrays[name]), like, saved)
         for copy in copies:

@@ -1,4 +1,4 @@
-"""The directory of a series: its lock, durability, which steps to keep, and agreement on steps."""
+"""The directory of a series: its path and lock, durability, the order of its steps by a metric."""
 
 import errno
 import math
@@ -7,7 +7,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-# Retention
+# Ranking
 
 
 def read_best(best: Any, mode: str | None = None) -> Best | None:
@@ -178,35 +178,6 @@ def order_by(best: Best, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
         if is_number and math.isfinite(value):
             ranked.append((sign * value, step))
     return [step for _, step in sorted(ranked)]
-
-
-def expendable(
-    metrics: Mapping[int, Mapping[str, Any]],
-    requested: Set[int] = frozenset(),
-    *,
-    keep: int | None,
-    last: int | None = None,
-    keep_every: int | None = None,
-    best: Best | None = None,
-    keep_best: int = 1,
-    held: Set[int] = frozenset(),
-) -> list[int]:
-    """List the steps that the retention policy deletes.
-
-    `requested` steps and the others are counted apart, so that many requests do not push a
-    scheduled step out. `last`, the step saved last, is always kept: after a rollback it may not be
-    the newest. `held` steps are kept too: an evaluation in another process needs them.
-    """
-    if keep is None:
-        return []
-    steps = sorted(metrics)
-    scheduled = [step for step in steps if step not in requested]
-    kept = {*scheduled[-keep:], *sorted(requested)[-keep:], last, *held}
-    if keep_every is not None:
-        kept |= {step for step in steps if step % keep_every == 0}
-    if best is not None:
-        kept |= set(order_by(best, metrics)[:keep_best])
-    return [step for step in steps if step not in kept]
 
 
 # Shared by processes

@@ -48,7 +48,7 @@ from stepfold.internals.texts import ORBAX_UNFINISHED
 
 if TYPE_CHECKING:
     from stepfold.checkpoint.arrays import ArrayReader
-    from stepfold.checkpoint.bucket import BucketStore
+    from stepfold.checkpoint.bucket import BucketSave, BucketStore
     from stepfold.checkpoint.writer import OrbaxSave
 
 # What a killed process leaves behind. `saving` is the claim of a run on the step, a file, or a
@@ -69,7 +69,7 @@ class DirectoryStore:
     """Steps in a directory of a file system, in the layout of orbax.
 
     Its methods are those of every store. With several processes, only process 0 changes anything,
-    except for `begin` and `commit`. Of the errors of the system, they raise only `CheckpointError`.
+    except for saves. Of the errors of the system, they raise only `CheckpointError`.
 
     Attributes:
       location: the directory or the URL, as `open_store` takes it.
@@ -78,7 +78,6 @@ class DirectoryStore:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.location = str(directory)
-        self._saves: dict[int, OrbaxSave] = {}
         self.group: Group | None = None  # the processes that save, if those of the job may die
 
     # Reading
@@ -183,31 +182,14 @@ class DirectoryStore:
 
     def begin(
         self, state: Any, metadata: StepMetadata, before_commit: Callable[[], None] | None = None
-    ) -> None:
+    ) -> "PendingSave":
         """Copy the state off the devices, and start to save it as a step in the background.
 
-        On failure, its files are removed.
+        The result is to be committed. On failure, its files are removed.
         """
         from stepfold.checkpoint.writer import OrbaxSave  # lazy: imports orbax
 
-        path = self._path(metadata.step)
-        save = OrbaxSave(path, state, metadata, before_commit, self.group)
-        self._saves[metadata.step] = save
-
-    def commit(self, step: int, finish: Callable[[], None] | None = None) -> None:
-        """Wait until the step is durable, and call `finish`. Readers do not see it before.
-
-        On failure, its files are removed. If a kill prevents `finish`, `clean` makes up for it.
-        """
-        try:
-            self._saves[step].commit(finish)
-        finally:
-            del self._saves[step]
-
-    def abandon(self, reason: str) -> None:
-        """Let saves in progress fail soon: they may wait for a process that has died."""
-        for save in [*self._saves.values()]:
-            save.abandon(reason)
+        return OrbaxSave(self._path(metadata.step), state, metadata, before_commit, self.group)
 
     def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
         """Atomically add metrics to a step, and replace its `extra`."""
@@ -336,6 +318,7 @@ class DirectoryStore:
 
 
 Store = Union[DirectoryStore, "BucketStore"]
+PendingSave = Union["OrbaxSave", "BucketSave"]
 
 
 def open_store(directory: Any, *, save: bool = False) -> Store:

@@ -72,9 +72,10 @@ class OrbaxSave:
             self._writer.save(path, stored, write_manifest, manifest.write_files)
 
     def commit(self, finish: Callable[[], None] | None = None) -> None:
-        """Wait until the step is renamed to its path, and synced to disk; then call `finish`.
+        """Wait until the step is durable, and call `finish`. Readers do not see it before.
 
-        If the process is killed before `finish` returns, the claim stays next to the step.
+        It is renamed to its path, and synced to disk. On failure, its files are removed. If a kill
+        prevents `finish`, the claim stays next to the step, and `clean` makes up for it.
         """
         with self._converted_errors():
             self._writer.wait()

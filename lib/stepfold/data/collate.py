@@ -14,7 +14,7 @@ import numpy as np
 from stepfold.core.validation import read_choice, read_integer
 from stepfold.data.dtypes import dtype_in_jax, find_wrapped, refuse_keys, refuse_masked
 from stepfold.errors import DataError, refuse
-from stepfold.tree import describe_value, is_numeric
+from stepfold.tree import describe_value, is_numeric, nested
 
 KeyPath = tuple[Any, ...]
 Truncate = Literal["keep_end", "keep_start"] | None
@@ -299,17 +299,6 @@ def lengths_of(columns: Mapping[KeyPath, list[Any]], start: int = 0) -> list[int
             )
             refuse(where, expected, f"{own[index]}", advice, kind=DataError)
     return lengths
-
-
-def nested(leaves: Mapping[KeyPath, Any]) -> dict[Any, Any]:
-    """Convert leaves by path to nested dicts."""
-    root: dict[Any, Any] = {}
-    for path, leaf in leaves.items():
-        node = root
-        for name in path[:-1]:
-            node = node.setdefault(name, {})
-        node[path[-1]] = leaf
-    return root
 
 
 def name_of(path: KeyPath) -> str:

@@ -258,6 +258,8 @@ def _refuse_index_folder(folder: str, problem: str | None) -> None:
 class Files(Source):
     """A source over the rows of files, returned by `files`."""
 
+    name = "files"
+
     def __init__(
         self, indexed: Sequence[IndexedFile], form: Format, parse: Callable[[Any], Any] | None
     ) -> None:
@@ -274,9 +276,6 @@ class Files(Source):
             "contents": self._digests(lambda file: f"{file.size} {file.stamp.version}"),
         }
 
-    def __len__(self) -> int:
-        return self.length
-
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             part = copy.copy(self)
@@ -285,9 +284,7 @@ class Files(Source):
             if part._rows != range(int(self._starts[-1])):
                 part.fingerprint = self.fingerprint | {"part": str(part._rows)}
             return part
-        if not -self.length <= index < self.length:
-            refuse("files", f"an index below {self.length}", f"{index}", kind=IndexError)
-        return self.examples(slice(index % self.length, index % self.length + 1))[0]
+        return super().__getitem__(index)
 
     def __repr__(self) -> str:
         return f"files({_abridge(self._names)}: {self.length} rows)"

@@ -223,9 +223,6 @@ class Mixture(Source):
         new._set_stages({**self._given, **later})
         return new
 
-    def __len__(self) -> int:
-        return ENDLESS
-
     def __getitem__(self, index: int) -> Any:
         if index < 0:
             refuse("mix", "an index of at least 0", f"{index}: there is no end", kind=IndexError)

@@ -26,7 +26,6 @@ from stepfold.data.collate import (
     concatenate,
     lengths_of,
     locate,
-    nested,
     pad_values,
     to_arrays,
 )
@@ -177,7 +176,7 @@ class Packed:
         self._position = _Position(self._before, start, count - self._left())
         if self._settings["rows"] is None:
             batch = {path: array[0] for path, array in batch.items()}
-        return nested(batch)
+        return tree.nested(batch)
 
     def _left(self) -> int:
         return len(self._ready["mask",]) - self._next if self._ready else 0
@@ -187,7 +186,7 @@ class Packed:
         if not self._examples:  # otherwise, the last call has failed
             self._read_from = self._reader.position()
             self._position = self._position or _Position(self._read_from, 0, 0)
-        self._reader.read(self._examples, self._settings["window"])
+        self._reader.fill(self._examples, self._settings["window"])
         if not self._examples and not self._skip:
             return False
         start = self._start
@@ -352,7 +351,7 @@ class _Indexed:
     def restore(self, epoch: int, position: Any) -> None:
         self._epoch, self._at = epoch, read_integer("state: examples", position, 0)
 
-    def read(self, examples: list[Any], count: int) -> None:
+    def fill(self, examples: list[Any], count: int) -> None:
         """Append the next examples, until there are `count` or none is left."""
         stop = min(self._at + count - len(examples), self.length)
         if self._source is None or stop <= self._at:
@@ -365,39 +364,16 @@ class _Indexed:
         self._at = stop
 
 
-class _Streamed:
+class _Streamed(Stream):
     """Read a stream."""
 
-    length = None
+    length, source = None, Source()  # nothing is known of them
 
-    def __init__(self, examples: Any) -> None:
-        self.source = Source()  # of which nothing is known
-        self._stream, self._epoch = Stream(examples), 0
-        self.endless = self._stream.endless
-        self._is_open = self._stream.is_iterator
-
-    def start(self, epoch: int) -> None:
-        self._epoch, self._is_open = epoch, self._stream.is_iterator
-
-    def position(self) -> str:
-        """Return the position as JSON: null at the start of a stream that can be restarted."""
-        return self._stream.position() if self._is_open else "null"
-
-    def restore(self, epoch: int, position: Any) -> None:
-        if position is None:
-            self.start(epoch)
-        else:
-            self._stream.restore(epoch, position)
-            self._epoch, self._is_open = epoch, True
-
-    def read(self, examples: list[Any], count: int) -> None:
+    def fill(self, examples: list[Any], count: int) -> None:
         """Append the next examples, until there are `count` or none is left."""
-        if not self._is_open:
-            self._stream.start_epoch(self._epoch)
-            self._is_open = True
         while len(examples) < count:
             try:
-                examples.append(self._stream.read())
+                examples.append(self.read())
             except StopIteration:
                 return
 

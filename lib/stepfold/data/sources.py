@@ -23,9 +23,13 @@ ENDLESS = sys.maxsize
 
 
 class Source:
-    """Base class of sources, with a subclass for each kind."""
+    """Base class of sources, with a subclass for each kind.
 
-    length: int
+    `name` begins the error of an index that is out of range.
+    """
+
+    name = "source"
+    length: int = 0
     fingerprint: Any = None
     """A JSON value that identifies the source in saved positions, together with its length."""
 
@@ -48,6 +52,14 @@ class Source:
     def take(self, rows: Rows) -> Any:
         """Return the examples as one batch, each leaf with a new leading axis."""
         return stack(self.examples(rows), row_list(rows))
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        if not -self.length <= index < self.length:
+            refuse(self.name, f"an index below {self.length}", f"{index}", kind=IndexError)
+        return self.examples(slice(index % self.length, index % self.length + 1))[0]
 
 
 def row_list(rows: Rows) -> list[int]:
@@ -136,9 +148,6 @@ class ArraySource(Source):
 
     def examples(self, rows: Rows) -> list[Any]:
         return [self[i] for i in row_list(rows)]
-
-    def __len__(self) -> int:
-        return self.length
 
     def __getitem__(self, index: int) -> Any:
         return self._structure.unflatten([leaf[index] for leaf in self._leaves])

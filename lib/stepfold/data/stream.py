@@ -146,9 +146,8 @@ class StreamBatches(BatchIterator):
         self._epochs = 1 if stream.is_iterator else epochs
         # The position after the last batch. Examples of the next one may be buffered already.
         self._step = self._index = self._epoch = self._row = 0
-        self._position = stream.position() if stream.is_iterator else "null"
+        self._position = stream.position()
         self._buffer: list[Any] = []
-        self._is_open = stream.is_iterator  # whether the epoch has been started
 
     def __next__(self) -> Any:
         self._shard.check_sizes(self._sizes)
@@ -173,9 +172,6 @@ class StreamBatches(BatchIterator):
     def _read(self, size: int) -> None:
         """Buffer examples until there are enough for a batch, or the epoch ends."""
         try:
-            if not self._is_open:
-                self._stream.start_epoch(self._epoch)
-                self._is_open = True
             while len(self._buffer) < size:
                 self._buffer.append(self._stream.read())
         except StopIteration:
@@ -214,7 +210,8 @@ class StreamBatches(BatchIterator):
             advice = "if it can be read only once, give epochs=1, or a function that makes it"
             refuse("source", "examples", got, advice, kind=DataError)
         self._epoch += 1
-        self._row, self._position, self._buffer, self._is_open = 0, "null", [], False
+        self._row, self._position, self._buffer = 0, "null", []
+        self._stream.start(self._epoch)
 
     def without(self, ranges: Sequence[tuple[int, int]]) -> Self:
         """Return batches that skip ranges of these, as `Batches.without` does.
@@ -265,9 +262,8 @@ class StreamBatches(BatchIterator):
         position = state["stream"]
         if position is not None and "lost" not in position:
             self._stream.restore(epoch, position)
-            self._is_open = True
         elif position is None and (epoch or not self._stream.is_iterator):
-            self._is_open = False  # start of an epoch, or an iterator that has ended
+            self._stream.start(epoch)  # or an iterator that has ended
         elif position is not None and step:
             raise DataError(
                 f"batches: expected a position that can be restored, got step {step} of a stream, "
@@ -311,23 +307,20 @@ class Stream:
         self.is_iterator = hasattr(type(source), "__next__")
         self.endless = self.is_iterator and bool(getattr(source, "endless", False))
         self.package = type(source).__module__.partition(".")[0]
+        self._epoch, self._is_open = 0, self.is_iterator  # whether the epoch has been started
         self._iterator: Any = source  # of the current epoch
         self._state = _find_state(source)  # of the current epoch, if it has one
         self._restored_epoch: int | None = None
         self._error: Exception | None = None  # of the last read
 
-    def start_epoch(self, epoch: int) -> None:
-        """Start an epoch from its beginning."""
-        if self._restored_epoch == epoch:  # it would resume from the restored position
-            expected = f"a stream that starts epoch {epoch} from its beginning"
-            got = f"one that was restored to a position in it: {tree.describe_value(self._source)}"
-            advice = "create the stream and its batches again"
-            refuse("source", expected, got, advice, kind=DataError)
-        _, self._iterator, self._state = self._open(epoch)
-        self._error = None
+    def start(self, epoch: int) -> None:
+        """Start an epoch from its beginning, with the next example."""
+        self._epoch, self._is_open = epoch, self.is_iterator
 
     def read(self) -> Any:
         """Return the next example, or raise StopIteration."""
+        if not self._is_open:
+            self._start_epoch()
         try:
             example = next(self._iterator)
         except StopIteration:
@@ -343,11 +336,23 @@ class Stream:
         self._error = None
         return example
 
+    def _start_epoch(self) -> None:
+        if self._restored_epoch == self._epoch:  # it would resume from the restored position
+            expected = f"a stream that starts epoch {self._epoch} from its beginning"
+            got = f"one that was restored to a position in it: {tree.describe_value(self._source)}"
+            advice = "create the stream and its batches again"
+            refuse("source", expected, got, advice, kind=DataError)
+        _, self._iterator, self._state = self._open(self._epoch)
+        self._error, self._is_open = None, True
+
     def position(self) -> str:
         """Return the position in the epoch as JSON text, or the reason why it is unknown.
 
-        The text is a copy, so advancing the stream does not change it.
+        It is null at the start of an epoch. The text is a copy, so advancing the stream does not
+        change it.
         """
+        if not self._is_open:
+            return "null"
         if self._state is None:
             # Only the type: a repr can be long, and contain an address that differs per process.
             reason = f"a stream of type {type(self._source).__name__} has no state of its own"
@@ -362,8 +367,11 @@ class Stream:
                 reason = f"its state cannot be written as JSON: {error}"
         return json.dumps({"lost": reason})
 
-    def restore(self, epoch: int, position: dict[str, Any]) -> None:
+    def restore(self, epoch: int, position: dict[str, Any] | None) -> None:
         """Restore a position in an epoch that `position` returned, parsed from JSON."""
+        if position is None:
+            self.start(epoch)
+            return
         iterable, iterator, state = self._source, self._iterator, self._state
         if not self.is_iterator:
             iterable, iterator, state = self._open(epoch)
@@ -381,6 +389,7 @@ class Stream:
             iterator = _iterate(iterable)
             self._restored_epoch = epoch if iterable is self._source else None
         self._iterator, self._state, self._error = iterator, state, None
+        self._epoch, self._is_open = epoch, True
 
     def _open(self, epoch: int) -> tuple[Any, Any, "_State | None"]:
         """Start iterating an epoch; return the iterable, its iterator, and the state of either."""

@@ -96,19 +96,11 @@ class TfdsSource(SequenceSource):
     def __init__(self, source: Any, info: Any, split: str) -> None:
         super().__init__(source)
         self._decode = _decoder(info.features) or (lambda example: example)
-        self._name = f"{info.full_name} {split}"
+        self.name = f"{info.full_name} {split}"
         self.fingerprint = {"tfds": info.full_name, "split": split}
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        if not -self.length <= index < self.length:
-            refuse(self._name, f"an index below {self.length}", f"{index}", kind=IndexError)
-        return self.examples(slice(index % self.length, index % self.length + 1))[0]
-
     def __repr__(self) -> str:
-        return f"tfds_source({self._name}: {self.length} examples)"
+        return f"tfds_source({self.name}: {self.length} examples)"
 
     def examples(self, rows: Rows) -> list[Any]:
         return [self._decode(example) for example in super().examples(rows)]

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from stepfold.checkpoint.leaves import check_values
-from stepfold.checkpoint.series import Checkpoints
+from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.validation import (
     read_instance,
     read_integer,

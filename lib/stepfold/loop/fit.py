@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from stepfold.checkpoint.series import Checkpoints
+from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.processes import report_failed_peer
 from stepfold.core.state import is_available
 from stepfold.loop.arguments import (

@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 
+from stepfold.checkpoint.policy import Checkpoints
 from stepfold.checkpoint.results import drop_results
-from stepfold.checkpoint.series import Checkpoints, Series
+from stepfold.checkpoint.series import Series
 from stepfold.core.processes import Disbanded, Group, agreement, broadcast_from_first
 from stepfold.errors import StepfoldError, refuse
 from stepfold.loop.elastic import Elastic, Segments, Survivors

@@ -18,7 +18,7 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.leaves import is_key, to_json
-from stepfold.checkpoint.series import Checkpoints
+from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.state import params_of
 from stepfold.data.batches import Batches
 from stepfold.data.prefetch import Prefetch

@@ -302,7 +302,7 @@ def _map(function: Callable[[Any], Any], count: int) -> Any:
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     if jax.__version_info__ >= (0, 11):
         results = lax.fori_loop(start, start + 1, lambda i, _: function(i), zeros)
-    else:  # jax 0.10 keeps unused results of such a loop, and so the first forward pass
+    else:  # jax 0.10 keeps unused results of such a loop; later ones round a branch differently
         results = lax.cond(start == 0, function, lambda _: zeros, start)
     return jax.tree.map(lambda x: x[None], results)
 

@@ -1,0 +1,131 @@
+"""A second directory for frequent saves, such as a local disk, and how a series finds its part."""
+
+import hashlib
+import os
+import re
+import secrets
+import warnings
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import jax
+
+from stepfold.checkpoint.results import read_fields
+from stepfold.checkpoint.steps import read_directory
+from stepfold.checkpoint.store import Store, local_path, open_store, open_to_save
+from stepfold.core.processes import Group, agreement, broadcast_from_first
+from stepfold.core.validation import read_integer, read_positive
+from stepfold.errors import CheckpointError, refuse
+from stepfold.internals import texts
+
+# An identity of the series, next to its steps. A directory that is deleted and made again has the
+# same name, but another identity.
+_IDENTITY = "series.json"
+
+
+@dataclass(frozen=True)
+class Temporary:
+    """A second directory for frequent saves, such as a local disk.
+
+    Give it as `Checkpoints(temporary=Temporary(…))`. A permanent save, one in the directory of the
+    series, deletes the temporary steps up to its own. Saves by request, at a signal, and at the end
+    are permanent; `best`, `keep_best` and `keep_every` act on permanent steps alone. A resume takes
+    the newest good step of either.
+
+    Each series has a folder in the directory, so that runs can share the directory. It is named by
+    the real path or URL of the series and by an identity, which is stored in `series.json` next to
+    the permanent steps. Temporary steps belong to one series; a new series at the same path ignores
+    them. A temporary save that fails, as on a full disk, causes a warning. Several processes need
+    to see the same directory: a disk of one host serves the processes on that host only.
+
+    Attributes:
+      directory: the directory, which is not a URL.
+      every: steps between temporary saves.
+      every_minutes: minutes since the last save of either kind, checked as in `Checkpoints`.
+      keep: number of latest temporary steps to keep.
+
+    >>> import jax.numpy as jnp, stepfold as sf, tempfile
+    >>> folder, local = tempfile.mkdtemp(), tempfile.mkdtemp()
+    >>> checkpoints = sf.Checkpoints(folder, every=10, temporary=sf.Temporary(local, every=2))
+    >>> with checkpoints as series:
+    ...     for step in range(1, 14):
+    ...         if series.due(step):
+    ...             series.save({"w": jnp.full(2, step)}, step=step)
+    >>> series.steps(), sf.latest_step(folder), series.restore({"w": jnp.zeros(2, int)}).step
+    ([10, 12], 10, 12)
+    """
+
+    directory: str | os.PathLike[str]
+    _: KW_ONLY
+    every: int | None = None
+    every_minutes: float | None = None
+    keep: int = 1
+    every_epochs: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "directory", read_directory(self.directory))
+        if self.every is not None:
+            read_integer("every", self.every)
+        if self.every_minutes is not None:
+            read_positive("every_minutes", self.every_minutes)
+        read_integer("keep", self.keep)
+        if self.every is None and self.every_minutes is None:
+            refuse("temporary", "every=… or every_minutes=…", "neither")
+
+    def folder_of(self, series: Store, identity: str) -> Path:
+        """Return the folder of a series."""
+        # Links are resolved, since they may change, and a directory may have several names.
+        path = local_path(series.location)
+        name = series.location if path is None else os.path.realpath(path)
+        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+        return read_directory(self.directory) / f"series-{digest}-{identity}"
+
+
+def find_temporary(temporary: Temporary, series: Store) -> Store | None:
+    """Open the temporary steps of a series to read them; None if it never had any."""
+    identity = _read_identity(series)
+    return None if identity is None else open_store(temporary.folder_of(series, identity))
+
+
+def open_temporary(temporary: Temporary, series: Store, group: Group | None) -> Store | None:
+    """Open the store of temporary steps, or return None if the disk is full; collective."""
+    identity = None
+    with agreement(f"{series.location}: not opened", group):
+        if jax.process_index() == 0:
+            identity = _read_identity(series)
+            if identity is None:
+                identity = secrets.token_hex(4)
+                _warn_of_others(temporary, series)
+                series.write_note(_IDENTITY, {"id": identity})
+    folder = temporary.folder_of(series, broadcast_from_first([identity], group)[0] or "")
+    try:
+        return open_to_save(folder, group)
+    except CheckpointError as error:
+        if not texts.DISK_FULL.search(str(error)):
+            raise
+        warnings.warn(
+            f"{folder}: the run continues without temporary saves: {error}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return None
+
+
+def _read_identity(series: Store) -> str | None:
+    identity = (read_fields(series, _IDENTITY) or {}).get("id")
+    is_valid = isinstance(identity, str) and re.fullmatch("[0-9a-f]{8}", identity)
+    return identity if is_valid else None
+
+
+def _warn_of_others(temporary: Temporary, series: Store) -> None:
+    """Warn if earlier series at the same path have left temporary steps."""
+    pattern = temporary.folder_of(series, "*")
+    for folder in sorted(pattern.parent.glob(pattern.name)):
+        if open_store(folder).steps():
+            warnings.warn(
+                f"{folder}: temporary steps of an earlier series in {series.location}, which "
+                "was deleted or moved, are not continued; delete them, or move it back",
+                RuntimeWarning,
+                stacklevel=2,
+            )
