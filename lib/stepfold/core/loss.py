@@ -194,11 +194,11 @@ def checked(loss_fn: LossFn, *, stateful: bool = False) -> LossFn:
 
 
 def warning_of_unread_mask(loss_fn: LossFn) -> LossFn:
-    """Wrap a checked loss function to warn, when it is traced, if its loss ignores the mask.
+    """Wrap a checked loss function to warn, when it is traced, of what counts padding as data.
 
-    `sf.batches(remainder="pad")` and `sf.collate` mark padding by `mask`. To see what the loss
-    depends on, it is traced once more, the first time that a batch has one. What is traced is then
-    dropped, so that the step is compiled from the same program.
+    `sf.batches(remainder="pad")` and `sf.collate` mark padding by `mask`. To see what the loss and
+    its metrics depend on, it is traced once more, the first time that a batch has one. What is
+    traced is then dropped, so that the step is compiled from the same program.
     """
     is_checked = has_no_padding(loss_fn)
 
@@ -206,13 +206,57 @@ def warning_of_unread_mask(loss_fn: LossFn) -> LossFn:
         nonlocal is_checked
         mask = batch.get("mask") if type(batch) is dict else None
         if isinstance(mask, jax.core.Tracer) and not is_checked:
-            terms = lambda mask: loss_fn(params, {**batch, "mask": mask}, *rest)[0]
-            is_checked, is_used = True, _depends_on_value(terms, mask)
-            if not is_used:
-                warnings.warn(_UNREAD_MASK, stacklevel=2)
+            is_checked = True
+            _warn_of_padding(lambda batch: loss_fn(params, batch, *rest)[:2], batch)
         return loss_fn(params, batch, *rest)  # type: ignore[no-any-return]
 
     return loss
+
+
+def _warn_of_padding(function: Callable[[Any], tuple[Terms, Metrics]], batch: Any) -> None:
+    """Warn if a loss, or else the mean of a metric, depends on a batch and not on its mask.
+
+    A mask of rows says which of them are data. One of another shape may be of tokens, so that a
+    mean over the rows is right without it.
+    """
+    from clu.metrics import Average
+
+    leaves, structure = jax.tree.flatten(batch)
+    is_traced = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
+    is_mask = [path[0].key == "mask" for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+
+    def traced(*values: Any) -> tuple[Terms, Metrics]:
+        new = iter(values)
+        replaced = [
+            next(new) if is_one else leaf for leaf, is_one in zip(leaves, is_traced, strict=True)
+        ]
+        return function(structure.unflatten(replaced))
+
+    given = [leaf for leaf, is_one in zip(leaves, is_traced, strict=True) if is_one]
+    masks = [is_one for is_one, is_given in zip(is_mask, is_traced, strict=True) if is_given]
+    jaxpr, (terms, metrics) = jax.make_jaxpr(traced, return_shape=True)(*given)
+    count = len(jax.tree.leaves(terms))
+
+    def depends(begin: int, end: int) -> tuple[bool, bool]:
+        """Whether some outputs depend on the mask, and on the rest of the batch."""
+        wanted = [begin <= index < end for index in range(len(jaxpr.jaxpr.outvars))]
+        used = used_inputs(jaxpr.jaxpr, wanted)
+        pairs = [*zip(used, masks, strict=True)]
+        of_mask = [is_used for is_used, is_one in pairs if is_one]
+        return any(of_mask), any(is_used for is_used, is_one in pairs if not is_one)
+
+    if not depends(0, count)[0]:
+        warnings.warn(_UNREAD_MASK, stacklevel=3)
+        return
+    unmasked, begin = [], count
+    for name in sorted(metrics):  # the order of the outputs
+        end = begin + len(jax.tree.leaves(metrics[name]))
+        if isinstance(metrics[name], Average) and batch["mask"].ndim == 1:
+            uses_mask, uses_data = depends(begin, end)
+            unmasked += [name] if uses_data and not uses_mask else []
+        begin = end
+    if unmasked:
+        warnings.warn(_UNMASKED_METRICS.format(", ".join(unmasked)), stacklevel=3)
 
 
 _UNREAD_MASK = (
@@ -220,6 +264,10 @@ _UNREAD_MASK = (
     'return sf.mean(values, batch["mask"]), or drop the rows that do not fill a batch with '
     'sf.batches(…, remainder="drop"). If other values mark the padding, leave the mask out of the '
     "batch"
+)
+_UNMASKED_METRICS = (
+    'loss_fn: expected metrics that depend on batch["mask"], as the loss does, got means that count '
+    'padding as data: {}; return sf.mean(values, batch["mask"])'
 )
 
 
@@ -237,11 +285,6 @@ def without_padding(loss_fn: LossFn) -> LossFn:
 def has_no_padding(loss_fn: LossFn) -> bool:
     """Whether `without_padding` has marked a loss function."""
     return getattr(loss_fn, "has_no_padding", False)
-
-
-def _depends_on_value(function: Callable[[Any], Any], argument: Any) -> bool:
-    """Whether what a function returns depends on the values of its argument."""
-    return any(used_inputs(jax.make_jaxpr(function)(argument).jaxpr))
 
 
 def _check_axis_names(error: Exception) -> None:

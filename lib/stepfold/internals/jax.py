@@ -208,12 +208,13 @@ def without_dead_code(jaxpr: Any) -> Any:
     return _eliminate_dead_code(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def used_inputs(jaxpr: Any) -> list[bool]:
-    """Return which inputs the outputs of a jaxpr depend on.
+def used_inputs(jaxpr: Any, wanted: Sequence[bool] | None = None) -> list[bool]:
+    """Return which inputs the outputs of a jaxpr, or the wanted ones, depend on.
 
     Without it, all: `make_train_step` does not warn of a mask that the loss ignores.
     """
-    return [*_eliminate_dead_code(jaxpr, [True] * len(jaxpr.outvars))[1]]
+    used = [True] * len(jaxpr.outvars) if wanted is None else [*wanted]
+    return [*_eliminate_dead_code(jaxpr, used)[1]]
 
 
 def evaluate_outputs(closed_jaxpr: Any, wanted: Sequence[bool]) -> list[Any]:
