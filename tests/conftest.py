@@ -16,7 +16,7 @@ import jax
 import pytest
 from tests import s3
 from tests.costs import Costs
-from tests.forks import Forks
+from tests.forks import PRELOAD, Forks, ForkServer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
@@ -50,7 +50,7 @@ if not IS_WORKER:  # in a worker, jax reads these settings from the environment
 NOT_OPTIMIZED = ("adapter", "checkpoint", "clients", "core", "data", "faults", "loop", "processes")
 
 # Drawing examples slowly on a loaded machine is no failure.
-for profile, max_examples in (("default", 10), ("full", 50)):
+for profile, max_examples in (("default", 6), ("full", 50)):
     hypothesis.settings.register_profile(
         profile,
         deadline=None,
@@ -264,6 +264,14 @@ def server() -> Iterator[s3.Server]:
     with pytest.MonkeyPatch.context() as patch:
         s3.use_credentials(patch)
         yield s3.shared_server()
+
+
+@pytest.fixture(scope="session")
+def program_server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
+    """Run examples and pages of the guide as programs."""
+    drawing = ", matplotlib.pyplot" if request.config.getoption("--full") else ""
+    with ForkServer(f"{PRELOAD}, sklearn.datasets{drawing}") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

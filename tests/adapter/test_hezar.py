@@ -16,6 +16,7 @@ import optax
 import pytest
 from tests.adapter.digits import TEST, TRAIN, bits, init
 from tests.clients.rows import shows
+from tests.small import full_but
 
 import stepfold as sf
 from stepfold.adapter.hezar import MetricConfig, Model, Trainer, TrainerConfig
@@ -268,7 +269,7 @@ def test_the_bar_shows_the_average_loss(monkeypatch):
     "TrainerConfig",
     {"`mixed_precision`": "`bf16`, `fp16` with a dynamic loss scale, `full`"},
 )
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "full"])
+@pytest.mark.parametrize("precision", full_but(["fp16"], ["bf16", "fp16", "full"]))
 def test_mixed_precision(precision):
     trainer = made(mixed_precision=precision, metrics=["accuracy"])
     first = trainer.evaluate()["loss"]
@@ -939,7 +940,7 @@ def test_the_best_checkpoint(tmp_path, metric, best):
     "After an epoch, resuming",
     {"in the middle of an epoch, shuffled": "the same, bit for bit"},
 )
-@pytest.mark.parametrize("stop", [7, 14])
+@pytest.mark.parametrize("stop", full_but([7], [7, 14]))
 def test_a_resumed_run_has_the_same_bits(tmp_path, stop):
     changes = {"output_dir": str(tmp_path), "save_steps": 4, "metrics": ["accuracy"]}
     made(max_steps=stop, **changes).train()

@@ -302,7 +302,12 @@ def test_a_warmup_has_to_end():
 
 # The optimizer
 
-MATRICES = {"embed": jnp.arange(12.0).reshape(3, 4) / 7, "w": jnp.ones((4, 4)) / 3}
+MATRICES = jax.device_put(
+    {
+        "embed": np.arange(12, dtype=np.float32).reshape(3, 4) / 7,
+        "w": np.full((4, 4), 1 / 3, np.float32),
+    }
+)
 REQUIRED = {
     "galore": {"rank": 2},
     "lbfgs": {"linesearch": None},

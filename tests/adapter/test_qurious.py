@@ -10,6 +10,7 @@ import optax
 import pytest
 from tests.adapter.digits import TEST, TRAIN, init
 from tests.clients.rows import shows
+from tests.small import full_but, ones
 
 import stepfold as sf
 from stepfold.adapter.qurious import Model, Trainer
@@ -210,8 +211,8 @@ def test_a_mean_that_counts_padding_is_refused():
     ("returned", "message"),
     [
         (None, "loss: expected a number, got NoneType None"),
-        ((jnp.ones(60), 1.0), "metrics"),
-        ((jnp.ones(60), {}, {}), "loss_fn: expected the loss or"),
+        ((ones(60), 1.0), "metrics"),
+        ((ones(60), {}, {}), "loss_fn: expected the loss or"),
     ],
 )
 def test_what_a_loss_function_returns_is_checked(returned, message):
@@ -593,7 +594,7 @@ def test_batches_of_stepfold_continue_with_the_next_epoch(wrap):
     {"checkpoints": "`save_dir`; a run that fails resumes from it with the same bits"},
 )
 @pytest.mark.parametrize("batches", [lambda: BATCHES, lambda: dicts(TRAIN, seed=0)])
-@pytest.mark.parametrize("fails_at", [2, 4, 7])
+@pytest.mark.parametrize("fails_at", full_but([4], [2, 4, 7]))
 def test_a_run_that_fails_resumes_with_the_same_bits(tmp_path, batches, fails_at):
     class Fails(Trainer):
         def train_step(self, batch):

@@ -176,6 +176,7 @@ def private(tx, bound, noise):
     return optax.chain(aggregate, tx)
 
 
+@pytest.mark.full
 def test_private_sgd_is_that_of_optax():
     tx = private(optax.sgd(0.3), bound=0.5, noise=0.1)
     state = sf.init_state(START, tx, jax.random.key(0))

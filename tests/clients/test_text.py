@@ -87,6 +87,7 @@ def test_padded_text_is_learned_and_resumes(examples, tmp_path):
     assert bits(parts.state) == bits(whole.state)
 
 
+@pytest.mark.full
 def test_packed_text_is_learned_in_fewer_rows(examples):
     rows = list(sf.pack(examples, length=LENGTH))
     assert np.mean([row["mask"] for row in rows]) > 0.97

@@ -375,6 +375,7 @@ def is_corrupt(start, folder):
     print(json.dumps([stop.kind, stop.message.split(";")[0], result.steps < 30]))
 
 
+@pytest.mark.full
 def test_corruption_in_one_process_outranks_going_back_in_another(processes, tmp_path):
     for text in processes.run(is_corrupt, str(tmp_path)):
         kind, message, is_early = json.loads(text)
@@ -422,6 +423,7 @@ def replaces(start, folder):
     print(json.dumps(found))
 
 
+@pytest.mark.full
 def test_two_processes_replace_the_state_together(processes, tmp_path):
     for text in processes.run(replaces, str(tmp_path)):
         whole, resumed, one, undeclared = json.loads(text)
