@@ -630,6 +630,7 @@ def test_the_loss_of_the_outputs():
     assert trainer.evaluate() == pytest.approx(made(metrics=["accuracy"]).evaluate(), rel=1e-6)
 
 
+@pytest.mark.full
 def test_a_module_of_equinox_with_its_loss():
     import equinox as eqx
 

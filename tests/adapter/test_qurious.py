@@ -236,6 +236,7 @@ def test_a_loss_may_have_terms():
 # Models
 
 
+@pytest.mark.full
 @shows(
     "qurious", "Key features", {"architectures of Hugging Face and your own": "any callable pytree"}
 )
@@ -272,6 +273,7 @@ def test_a_linen_module_is_a_model():
     assert history["train_loss"][1] < history["train_loss"][0]
 
 
+@pytest.mark.full
 def test_an_nnx_module_is_split_as_its_refusal_says():
     from flax import nnx
 

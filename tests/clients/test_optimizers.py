@@ -137,6 +137,7 @@ def sharpest_near(rho):
     return grad
 
 
+@pytest.mark.full
 def test_step_uses_a_custom_gradient_function():
     state = sf.init_state(START, optax.sgd(1.0), jax.random.key(0))
     batch = {name: values[:50] for name, values in TRAIN.items()}

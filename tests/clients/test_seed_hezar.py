@@ -97,6 +97,7 @@ def trained_base(path):
     return str(path)
 
 
+@pytest.mark.full
 @shows(
     "Hezar",
     "A simple example",

@@ -41,6 +41,7 @@ def dense(key, inputs, outputs):
     return {"kernel": kernel, "bias": jnp.zeros(outputs)}
 
 
+@pytest.mark.full
 @shows(
     "qurious",
     "Advanced usage",

@@ -96,6 +96,7 @@ def test_packed_text_is_learned_in_fewer_rows(examples):
     assert result.history["train/loss"][-1] < 5
 
 
+@pytest.mark.full
 def test_loss_does_not_depend_on_padding_packing_or_batch_size(examples):
     state = start()
     once = {"epochs": 1, "remainder": "pad"}

@@ -254,6 +254,7 @@ def test_states_may_be_stacked():
     assert inits(jnp.arange(2.0)).opt_state.inner[0].nu.dtype == jnp.bfloat16
 
 
+@pytest.mark.full
 def test_a_run_continues_from_a_checkpoint_bit_for_bit(tmp_path):
     params = low()
     tx = sf.low_precision(optax.adam(0.1))

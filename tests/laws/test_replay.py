@@ -122,7 +122,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", full_but(["accumulated", "several in a call"], WAYS))
+@pytest.mark.parametrize("way", full_but(["several in a call"], WAYS))
 def test_for_every_kind_of_step(way):
     batches = planted(0.0, 8, (0, 7))
     step, result = run(logarithm, batches(), **WAYS[way])

@@ -245,6 +245,7 @@ def test_reduce_once_on_explicit_axes_takes_replicated_parameters_only(one_devic
         sf.reduce_once(EXPLICIT_PLAN, axes="data")
 
 
+@pytest.mark.full
 def test_flax_boxes_train_save_and_resume_as_they_are_annotated(one_device, tmp_path):
     def boxed_init(key):
         params = init(key)

@@ -171,6 +171,7 @@ def test_an_error_in_one_process_is_named_by_the_others_and_ends_all(tmp_path):
     assert "stepfold: process 1 raised OSError: cut here; this process waits" in first.errors, first
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "where",
     ["hook"]
@@ -573,6 +574,7 @@ def restarts(start, folder, steps):
     print(json.dumps([compiled["loaded"]["count"], used, [str(each.message) for each in caught]]))
 
 
+@pytest.mark.full
 def test_processes_share_the_compilation_cache_of_a_run(processes, tmp_path):
     for steps in (2, 4):
         seen = [json.loads(text) for text in processes.run(restarts, str(tmp_path), steps)]

@@ -176,7 +176,7 @@ def saves(start, folder, who, how, kind):
     ("who", "how", "kind"),
     [
         ((1,), "signal", "list"),
-        ((1,), "thread", "generator"),
+        pytest.param((1,), "thread", "generator", marks=pytest.mark.full),
         pytest.param((0,), "hook", "list", marks=pytest.mark.full),
         pytest.param((0, 1), "hook", "list", marks=pytest.mark.full),
     ],

@@ -81,6 +81,7 @@ def test_devices_send_no_more_than_for_the_plain_loss(layout):
     assert all(each.moved == share * (dims[1] - 1) // dims[1] for each in gathers + scatters)
 
 
+@pytest.mark.full
 def test_the_scan_for_the_weights_sends_nothing_of_the_loss():
     _, shape, plan = on(*LAYOUTS["fsdp 4 x tp 2"])
     loss = losses(plan.params["out"])[1]
