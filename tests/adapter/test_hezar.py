@@ -25,13 +25,10 @@ from stepfold.adapter.hezar_metrics import MetricsHandler, edit_distance, error_
 from stepfold.core.metric_modes import known_mode
 from stepfold.core.precision import LossScaleState
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
 nll = optax.softmax_cross_entropy_with_integer_labels
-
-
-@pytest.fixture(autouse=True)
-def as_a_user_would():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def apply(params, image):

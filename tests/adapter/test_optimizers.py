@@ -222,13 +222,6 @@ def test_without_a_schedule_the_step_of_the_state_counts():
 # The schedule
 
 
-@pytest.fixture
-def standard_promotion():
-    """Promote dtypes as around an optimizer."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def schedule_of(steps=110, **fields):
     return make_schedule(TrainingArguments(learning_rate=0.1, **fields), steps)
 

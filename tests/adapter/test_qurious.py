@@ -15,11 +15,7 @@ from tests.small import full_but, ones
 import stepfold as sf
 from stepfold.adapter.qurious import Model, Trainer
 
-
-@pytest.fixture(autouse=True)
-def as_a_user_would():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def apply(params, image):

@@ -22,11 +22,7 @@ from stepfold.adapter.hooks import NullProgressBar, ProgressBar
 
 from . import digits
 
-
-@pytest.fixture(autouse=True)
-def as_a_user_would():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def test_a_second_train_continues_where_the_first_ended():

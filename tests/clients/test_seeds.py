@@ -28,11 +28,7 @@ from stepfold.adapter import (
     TrainerOutput,
 )
 
-
-@pytest.fixture(autouse=True)
-def as_a_user_would():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 class MyCustomTrainer(BaseTrainerProtocol):
