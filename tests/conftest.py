@@ -2,10 +2,13 @@
 
 import functools
 import gc
+import importlib.util
 import os
 import shutil
 import signal
+import sys
 import tempfile
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -158,14 +161,30 @@ def pytest_collection() -> Iterator[None]:
 
     Searching takes a quarter of collection. Tracing allocates so much that searching all modules
     again and again takes 7 % of a run.
+
+    Compiling the tests takes most of the first collection, so one worker does it for all.
     """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    compiled = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", ""), "tests-are-compiled")
+    waits = worker.startswith("gw") and worker != "gw0" and are_tests_uncompiled()
+    deadline = time.monotonic() + 60
+    while waits and not compiled.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
     gc.disable()
     try:
         return (yield)
     finally:
+        if worker == "gw0":
+            compiled.touch()
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)
         gc.enable()
+
+
+def are_tests_uncompiled() -> bool:
+    """Whether Python stores what it compiles, and has not stored it yet."""
+    cached = Path(importlib.util.cache_from_source(str(TESTS / "test_tree.py")))
+    return not sys.dont_write_bytecode and not any(cached.parent.glob("test_tree.*pytest*"))
 
 
 @functools.cache

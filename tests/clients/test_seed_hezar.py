@@ -248,6 +248,7 @@ def test_the_inner_training_loop_returns_the_average_loss():
     assert equal(trainer, whole)
 
 
+@pytest.mark.full
 @shows(
     "Hezar", "Distributed, precision, accumulation", {"custom trainer": "[subclasses](#subclasses)"}
 )

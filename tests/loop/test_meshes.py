@@ -151,6 +151,7 @@ def test_host_batches_are_typed_by_their_rows_on_explicit_data_axes():
     assert result.steps == 2
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:mesh. expected every axis")  # on purpose
 def test_a_replicated_batch_need_not_divide():
     mesh = sf.make_mesh((4,), ("data",), devices=jax.devices()[:4])

@@ -129,6 +129,7 @@ def test_ordered_gradients_have_the_same_bits_on_any_mesh():
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.full
 def test_it_runs_on_explicit_axes():
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)
     kernel, batch = np.asarray(init(jax.random.key(0))["out"]), arrays()

@@ -39,6 +39,7 @@ def describe(dims, **options):
     return sf.describe(sf.make_train_step(loss_fn, TX, **options), state, batch)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "dims",
     [

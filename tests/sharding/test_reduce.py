@@ -120,6 +120,7 @@ def test_gradients_need_no_jit(key):
     chex.assert_trees_all_close(raw(grad_fn(*inputs)), raw(jax.jit(grad_fn)(*inputs)), rtol=1e-5)
 
 
+@pytest.mark.full
 @numeric
 def test_axes_may_be_some_of_those_the_batch_is_spread_over():
     with jax.enable_x64(True):
