@@ -2,10 +2,13 @@
 
 import functools
 import gc
+import importlib.util
 import os
 import shutil
 import signal
+import sys
 import tempfile
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +19,7 @@ import jax
 import pytest
 from tests import s3
 from tests.costs import Costs
-from tests.forks import Forks
+from tests.forks import PRELOAD, Forks, ForkServer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
@@ -50,7 +53,7 @@ if not IS_WORKER:  # in a worker, jax reads these settings from the environment
 NOT_OPTIMIZED = ("adapter", "checkpoint", "clients", "core", "data", "faults", "loop", "processes")
 
 # Drawing examples slowly on a loaded machine is no failure.
-for profile, max_examples in (("default", 10), ("full", 50)):
+for profile, max_examples in (("default", 6), ("full", 50)):
     hypothesis.settings.register_profile(
         profile,
         deadline=None,
@@ -158,14 +161,30 @@ def pytest_collection() -> Iterator[None]:
 
     Searching takes a quarter of collection. Tracing allocates so much that searching all modules
     again and again takes 7 % of a run.
+
+    Compiling the tests takes most of the first collection, so one worker does it for all.
     """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    compiled = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", ""), "tests-are-compiled")
+    waits = worker.startswith("gw") and worker != "gw0" and are_tests_uncompiled()
+    deadline = time.monotonic() + 60
+    while waits and not compiled.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
     gc.disable()
     try:
         return (yield)
     finally:
+        if worker == "gw0":
+            compiled.touch()
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)
         gc.enable()
+
+
+def are_tests_uncompiled() -> bool:
+    """Whether Python stores what it compiles, and has not stored it yet."""
+    cached = Path(importlib.util.cache_from_source(str(TESTS / "test_tree.py")))
+    return not sys.dont_write_bytecode and not any(cached.parent.glob("test_tree.*pytest*"))
 
 
 @functools.cache
@@ -264,6 +283,14 @@ def server() -> Iterator[s3.Server]:
     with pytest.MonkeyPatch.context() as patch:
         s3.use_credentials(patch)
         yield s3.shared_server()
+
+
+@pytest.fixture(scope="session")
+def program_server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
+    """Run examples and pages of the guide as programs."""
+    drawing = ", matplotlib.pyplot" if request.config.getoption("--full") else ""
+    with ForkServer(f"{PRELOAD}, sklearn.datasets{drawing}") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

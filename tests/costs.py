@@ -33,7 +33,7 @@ class Cost(NamedTuple):
 
 # Programs and processes are the same on every machine. The CPU seconds of an idle one double while
 # others use its cores, so their bound only catches what is far too slow.
-BOUNDS = Cost(cpu=1_200, compiled=5_500, processes=60)
+BOUNDS = Cost(cpu=1_100, compiled=4_700, processes=58)
 
 
 class Costs:

@@ -20,6 +20,8 @@ from tests.small import ones
 import stepfold as sf
 from stepfold.adapter import Trainer, TrainingArguments
 
+pytestmark = pytest.mark.not_optimized
+
 TX = optax.sgd(0.1)
 DATA = {"x": np.arange(16, dtype=np.float32)}
 ROWS = {"x": DATA["x"][:8]}

@@ -12,8 +12,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from .forks import PRELOAD, ForkServer
-
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = sorted(
     path
@@ -24,16 +22,10 @@ BENCHMARKS = sorted(
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope="module")
-def server():
-    with ForkServer(PRELOAD) as server:
-        yield server
-
-
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
-def test_benchmark_runs_and_claims_without_a_clock_hold(path, server, tmp_path):
+def test_benchmark_runs_and_claims_without_a_clock_hold(path, program_server, tmp_path):
     # Outside the checkout, only installed packages can be imported.
-    printed = server.run([path, "--quick"], cwd=tmp_path)
+    printed = program_server.run([path, "--quick"], cwd=tmp_path)
     # Claims about time need a full run on a quiet machine. All others have to hold here.
     assert re.search("^(holds|does not hold by this clock): ", printed, re.MULTILINE)
     assert "does not hold: " not in printed

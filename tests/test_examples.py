@@ -11,8 +11,6 @@ from pydoc_data import topics
 import pytest
 from tests.clients.rows import shows
 
-from .forks import PRELOAD, ForkServer
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 CASES = [pytest.param(name, marks=[pytest.mark.full] * (name != "quickstart")) for name in NAMES]
@@ -41,9 +39,8 @@ class Examples:
 
 
 @pytest.fixture(scope="module")
-def examples(tmp_path_factory):
-    with ForkServer(PRELOAD) as server:
-        yield Examples(server, tmp_path_factory.mktemp("examples"))
+def examples(program_server, tmp_path_factory):
+    return Examples(program_server, tmp_path_factory.mktemp("examples"))
 
 
 def numbers(pattern, printed):

@@ -15,8 +15,6 @@ import pytest
 import stepfold
 from stepfold import adapter
 
-from .forks import PRELOAD, ForkServer
-
 GUIDE = Path(__file__).parent.parent / "examples" / "guide"
 
 
@@ -34,17 +32,11 @@ PAGES = [str(page.relative_to(GUIDE)) for page in pages.all_pages()]
 DEFAULT = {"tutorials/first-run.md"}
 
 
-@pytest.fixture(scope="module")
-def server():
-    with ForkServer(PRELOAD + ", sklearn.datasets, matplotlib.pyplot") as server:
-        yield server
-
-
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.full] * (page not in DEFAULT)) for page in PAGES]
 )
-def test_page_runs_and_prints_what_it_shows(page, server, tmp_path):
-    server.run([GUIDE / "pages.py", str(GUIDE / page)], cwd=tmp_path)
+def test_page_runs_and_prints_what_it_shows(page, program_server, tmp_path):
+    program_server.run([GUIDE / "pages.py", str(GUIDE / page)], cwd=tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES)

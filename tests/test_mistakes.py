@@ -13,6 +13,7 @@ from tests.small import ones
 import stepfold as sf
 from stepfold.adapter import TrainingArguments
 
+pytestmark = pytest.mark.not_optimized
 DATA = {"x": np.ones((16, 4), np.float32), "y": np.zeros(16, np.int32)}
 BATCH = {"x": DATA["x"][:8], "y": DATA["y"][:8]}
 PARAMS = {"w": ones((4, 3)), "b": ones(3)}

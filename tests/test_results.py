@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.not_optimized
+
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "examples" / "guide" / "ideas" / "results.md"
@@ -110,6 +112,7 @@ def test_models_of_mnist1d_have_the_parameters_of_the_paper(results):
     assert sizes == {"logistic": 410, "MLP": 15_210, "CNN": 5_210, "GRU": 5_134}
 
 
+@pytest.mark.full
 def test_the_cnn_is_one_of_convolutions(results):
     mnist1d = results.mnist1d
     params = jax.jit(mnist1d.init_cnn)(jax.random.key(0))
@@ -129,6 +132,7 @@ def test_the_cnn_is_one_of_convolutions(results):
     assert np.allclose(jax.jit(mnist1d.cnn)(params, x), expected, atol=1e-5)
 
 
+@pytest.mark.full
 def test_cartpole_falls_without_control_and_ends_after_500_steps(results):
     cartpole, key = results.cartpole, jax.random.key(0)
     game, lengths, play = cartpole.reset(key), [], jax.jit(cartpole.play)

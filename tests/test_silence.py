@@ -18,6 +18,7 @@ from tests.small import EVAL_STEP, STEP, batches, examples, start
 import stepfold as sf
 from stepfold.adapter import Trainer, TrainingArguments
 
+pytestmark = pytest.mark.not_optimized
 TX = optax.sgd(0.1)
 
 

@@ -11,13 +11,14 @@ import optax
 import pytest
 from tests.adapter import digits
 from tests.clients.rows import shows
+from tests.small import ones
 
 import stepfold as sf
 from stepfold import adapter as adapter
 from stepfold.adapter import TrainingArguments, from_arguments, loading, run, setup
 
 FIELDS = [field.name for field in dataclasses.fields(TrainingArguments)]
-PARAMS = {"embed": jnp.ones((4, 4)), "w": jnp.ones((4, 4))}
+PARAMS = {"embed": ones((4, 4)), "w": ones((4, 4))}
 
 
 # One function for each part of a run. A row below names the part that a field changes.

@@ -77,6 +77,7 @@ def test_the_bar_of_an_attempt_is_closed_before_the_next_opens(tmp_path):
     assert calls == [("open", 0), "close", ("open", 8), "close"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["arrays", pytest.param("grain", marks=pytest.mark.full)])
 def test_epochs_end_earlier_once_batches_are_skipped(tmp_path, kind):
     epochs = []

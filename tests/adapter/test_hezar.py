@@ -16,6 +16,7 @@ import optax
 import pytest
 from tests.adapter.digits import TEST, TRAIN, bits, init
 from tests.clients.rows import shows
+from tests.small import full_but
 
 import stepfold as sf
 from stepfold.adapter.hezar import MetricConfig, Model, Trainer, TrainerConfig
@@ -24,13 +25,10 @@ from stepfold.adapter.hezar_metrics import MetricsHandler, edit_distance, error_
 from stepfold.core.metric_modes import known_mode
 from stepfold.core.precision import LossScaleState
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
 nll = optax.softmax_cross_entropy_with_integer_labels
-
-
-@pytest.fixture(autouse=True)
-def as_a_user_would():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def apply(params, image):
@@ -268,7 +266,7 @@ def test_the_bar_shows_the_average_loss(monkeypatch):
     "TrainerConfig",
     {"`mixed_precision`": "`bf16`, `fp16` with a dynamic loss scale, `full`"},
 )
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "full"])
+@pytest.mark.parametrize("precision", full_but(["fp16"], ["bf16", "fp16", "full"]))
 def test_mixed_precision(precision):
     trainer = made(mixed_precision=precision, metrics=["accuracy"])
     first = trainer.evaluate()["loss"]
@@ -629,6 +627,7 @@ def test_the_loss_of_the_outputs():
     assert trainer.evaluate() == pytest.approx(made(metrics=["accuracy"]).evaluate(), rel=1e-6)
 
 
+@pytest.mark.full
 def test_a_module_of_equinox_with_its_loss():
     import equinox as eqx
 
@@ -939,7 +938,7 @@ def test_the_best_checkpoint(tmp_path, metric, best):
     "After an epoch, resuming",
     {"in the middle of an epoch, shuffled": "the same, bit for bit"},
 )
-@pytest.mark.parametrize("stop", [7, 14])
+@pytest.mark.parametrize("stop", full_but([7], [7, 14]))
 def test_a_resumed_run_has_the_same_bits(tmp_path, stop):
     changes = {"output_dir": str(tmp_path), "save_steps": 4, "metrics": ["accuracy"]}
     made(max_steps=stop, **changes).train()

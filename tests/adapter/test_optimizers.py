@@ -222,13 +222,6 @@ def test_without_a_schedule_the_step_of_the_state_counts():
 # The schedule
 
 
-@pytest.fixture
-def standard_promotion():
-    """Promote dtypes as around an optimizer."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def schedule_of(steps=110, **fields):
     return make_schedule(TrainingArguments(learning_rate=0.1, **fields), steps)
 
@@ -302,7 +295,12 @@ def test_a_warmup_has_to_end():
 
 # The optimizer
 
-MATRICES = {"embed": jnp.arange(12.0).reshape(3, 4) / 7, "w": jnp.ones((4, 4)) / 3}
+MATRICES = jax.device_put(
+    {
+        "embed": np.arange(12, dtype=np.float32).reshape(3, 4) / 7,
+        "w": np.full((4, 4), 1 / 3, np.float32),
+    }
+)
 REQUIRED = {
     "galore": {"rank": 2},
     "lbfgs": {"linesearch": None},

@@ -4,13 +4,13 @@ import io
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax.core import freeze
 from jax.sharding import PartitionSpec
 from tests.clients.rows import shows
+from tests.small import ones
 
 import stepfold as sf
 from stepfold.adapter import (
@@ -22,11 +22,7 @@ from stepfold.adapter.hooks import NullProgressBar, ProgressBar
 
 from . import digits
 
-
-@pytest.fixture(autouse=True)
-def as_a_user_would():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def test_a_second_train_continues_where_the_first_ended():
@@ -467,11 +463,11 @@ def test_flops_of_a_compiled_step_are_those_on_all_devices():
 @pytest.mark.parametrize(
     ("params", "count"),
     [
-        ({"w": np.ones((2, 3)), "b": jnp.ones(())}, 7),
-        (freeze({"w": jnp.ones((2, 3))}), 6),
+        ({"w": np.ones((2, 3)), "b": ones()}, 7),
+        (freeze({"w": ones((2, 3))}), 6),
         (eqx.nn.Linear(2, 3, key=jax.random.key(0)), 9),
-        ((jnp.ones(2), jax.random.key(0), "name", None), 2),
-        ({"w": jnp.ones((3, 2)), "b": jax.ShapeDtypeStruct((2,), "f4"), "f": max}, 8),
+        ((ones(2), jax.random.wrap_key_data(np.zeros(2, np.uint32)), "name", None), 2),
+        ({"w": ones((3, 2)), "b": jax.ShapeDtypeStruct((2,), "f4"), "f": max}, 8),
         ({}, 0),
     ],
 )

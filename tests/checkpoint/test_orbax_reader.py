@@ -11,7 +11,14 @@ import pytest
 
 import stepfold as sf
 
-PARAMS = {"layers": [{"w": jnp.arange(8.0).reshape(4, 2)}, {"w": -jnp.ones((4, 2), jnp.bfloat16)}]}
+PARAMS = jax.device_put(
+    {
+        "layers": [
+            {"w": np.arange(8, dtype=np.float32).reshape(4, 2)},
+            {"w": -np.ones((4, 2), jnp.bfloat16)},
+        ]
+    }
+)
 NOT_VERIFIED = pytest.mark.filterwarnings("ignore:.*orbax saved it without stepfold")
 
 

@@ -54,6 +54,7 @@ def run(batches, steps, **options):
     return sf.fit(STEP, state, batches, steps=steps, **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("batches", full_but([lazily], [lazily, by_a_loader]))
 def test_run_resumes_bit_for_bit_at_the_position_of_grain(batches, tmp_path):
     whole = run(batches(), 12, log_every=3)

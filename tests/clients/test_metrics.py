@@ -8,6 +8,7 @@ import metrax
 import numpy as np
 import optax
 import pytest
+from tests.small import full_but
 
 import stepfold as sf
 
@@ -66,7 +67,7 @@ def loss_with(metrics_of):
     return loss_fn
 
 
-@pytest.mark.parametrize("metrics_of", [of_clu, of_metrax])
+@pytest.mark.parametrize("metrics_of", full_but([of_clu], [of_clu, of_metrax]))
 def test_they_merge_exactly_over_microbatches_and_evaluation_batches(metrics_of):
     loss_fn, tx = loss_with(metrics_of), optax.sgd(0.1)
     whole = jax.jit(metrics_of)(DATA["x"] @ PARAMS["w"], DATA)

@@ -8,7 +8,7 @@ from . import course, models
 MODELS = {
     "flax linen": pytest.param(models.of_linen, marks=pytest.mark.full),
     "flax nnx": models.of_nnx,
-    "equinox": models.of_equinox,
+    "equinox": pytest.param(models.of_equinox, marks=pytest.mark.full),
     "haiku": pytest.param(models.of_haiku, marks=pytest.mark.full),
     "no library": models.of_no_library,
 }

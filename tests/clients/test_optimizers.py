@@ -137,6 +137,7 @@ def sharpest_near(rho):
     return grad
 
 
+@pytest.mark.full
 def test_step_uses_a_custom_gradient_function():
     state = sf.init_state(START, optax.sgd(1.0), jax.random.key(0))
     batch = {name: values[:50] for name, values in TRAIN.items()}
@@ -176,6 +177,7 @@ def private(tx, bound, noise):
     return optax.chain(aggregate, tx)
 
 
+@pytest.mark.full
 def test_private_sgd_is_that_of_optax():
     tx = private(optax.sgd(0.3), bound=0.5, noise=0.1)
     state = sf.init_state(START, tx, jax.random.key(0))

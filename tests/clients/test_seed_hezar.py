@@ -97,6 +97,7 @@ def trained_base(path):
     return str(path)
 
 
+@pytest.mark.full
 @shows(
     "Hezar",
     "A simple example",
@@ -146,6 +147,7 @@ def test_a_simple_example(tmp_path):
     assert (tmp_path / "crnn-plate-fa-v1/preprocessor/preprocessor_config.yaml").exists()
 
 
+@pytest.mark.full
 @shows("Hezar", "Datasets and models", {"`__len__` and `__getitem__`": "the same"})
 def test_any_dataset_with_a_length_and_items():
     trainer = Trainer(
@@ -226,6 +228,7 @@ def equal(trainer, other):
     return all(bool((a == b).all()) for a, b in zip(*leaves, strict=True))
 
 
+@pytest.mark.full
 def test_the_inner_training_loop_returns_the_average_loss():
     averages = []
 
@@ -245,6 +248,7 @@ def test_the_inner_training_loop_returns_the_average_loss():
     assert equal(trainer, whole)
 
 
+@pytest.mark.full
 @shows(
     "Hezar", "Distributed, precision, accumulation", {"custom trainer": "[subclasses](#subclasses)"}
 )
@@ -266,6 +270,7 @@ def test_the_training_iteration():
     assert equal(run(Own)[0], run()[0])
 
 
+@pytest.mark.full
 @shows(
     "Hezar",
     "After an epoch, resuming",
@@ -285,6 +290,7 @@ def test_the_evaluation_loop():
     assert [*Path("plates/logs/tensorboard").glob("*tfevents*")]
 
 
+@pytest.mark.full
 @shows(
     "Hezar",
     "After an epoch, resuming",
@@ -308,6 +314,7 @@ def test_resuming_training(tmp_path):
     assert equal(trainer, whole)
 
 
+@pytest.mark.full
 @shows(
     "Hezar",
     "Distributed, precision, accumulation",
@@ -327,6 +334,7 @@ def test_distributed_training():
         np.testing.assert_allclose(leaf, other, atol=1e-4)
 
 
+@pytest.mark.full
 @shows("Hezar", "Distributed, precision, accumulation", {"`bf16`, `fp16`, `full`": "the same"})
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "full"])
 def test_mixed_precision(precision):
@@ -337,6 +345,7 @@ def test_mixed_precision(precision):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.full
 @shows(
     "Hezar",
     "Distributed, precision, accumulation",

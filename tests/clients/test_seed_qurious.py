@@ -41,6 +41,7 @@ def dense(key, inputs, outputs):
     return {"kernel": kernel, "bias": jnp.zeros(outputs)}
 
 
+@pytest.mark.full
 @shows(
     "qurious",
     "Advanced usage",
@@ -139,6 +140,7 @@ def digits():
     return train, batches_of(TEST["image"], TEST["label"], batch_size=40)
 
 
+@pytest.mark.full
 @shows(
     "qurious",
     "Advanced usage",
@@ -199,6 +201,7 @@ def causal_lm(params, input_ids, attention_mask, labels=None):
     return types.SimpleNamespace(loss=loss, logits=logits)
 
 
+@pytest.mark.full
 @shows(
     "qurious",
     "Advanced usage",

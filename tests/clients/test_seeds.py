@@ -15,6 +15,7 @@ import optax
 import pytest
 from tests.adapter.digits import TEST, TRAIN, arguments, bits, init, loss_fn, plain_loss, trainer
 from tests.clients.rows import shows
+from tests.small import full_but
 
 import stepfold as sf
 from stepfold.adapter import (
@@ -27,11 +28,7 @@ from stepfold.adapter import (
     TrainerOutput,
 )
 
-
-@pytest.fixture(autouse=True)
-def as_a_user_would():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 class MyCustomTrainer(BaseTrainerProtocol):
@@ -483,6 +480,7 @@ def test_an_optimizer_that_configure_model_assigns_is_that_of_the_run():
     assert made.scheduler(0) == 0.1
 
 
+@pytest.mark.full
 @shows(
     "Trainer Protocol",
     "Required properties",
@@ -552,7 +550,7 @@ def test_the_outputs_are_the_named_tuples_of_the_text():
     },
 )
 @shows("BaseTrainer", "Customization", {"`state.apply_gradients(grads=grads)`": "the same"})
-@pytest.mark.parametrize("start", ["by_itself", "given"])
+@pytest.mark.parametrize("start", full_but(["by_itself"], ["by_itself", "given"]))
 def test_steps_may_call_apply_gradients_of_the_state(start):
     class Applies(Trainer):
         def configure_functions(self):
@@ -728,6 +726,7 @@ def test_the_skeleton_as_printed_is_abstract():
         Printed(arguments(), TRAIN, TEST)
 
 
+@pytest.mark.full
 @shows(
     "Trainer Protocol",
     "Required methods: train",
@@ -790,6 +789,7 @@ def test_a_failure_of_the_data_is_raised_after_a_save(tmp_path):
     assert int(made.state.step) == sf.latest_step(tmp_path / "checkpoints") == 6
 
 
+@pytest.mark.full
 @shows(
     "Trainer Protocol",
     "Best practices for implementation",

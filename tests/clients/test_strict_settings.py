@@ -250,6 +250,7 @@ def test_a_nan_is_replayed(strict, tmp_path):
         assert replayed.examples == ((5,),)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strict", [EACH[0], ALONE["debug nans"]], indirect=True)
 def test_a_nan_under_debug_nans_ends_the_run_after_a_save(strict, tmp_path):
     tx = optax.adamw(1e-2)

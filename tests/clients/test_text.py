@@ -87,6 +87,7 @@ def test_padded_text_is_learned_and_resumes(examples, tmp_path):
     assert bits(parts.state) == bits(whole.state)
 
 
+@pytest.mark.full
 def test_packed_text_is_learned_in_fewer_rows(examples):
     rows = list(sf.pack(examples, length=LENGTH))
     assert np.mean([row["mask"] for row in rows]) > 0.97
@@ -95,6 +96,7 @@ def test_packed_text_is_learned_in_fewer_rows(examples):
     assert result.history["train/loss"][-1] < 5
 
 
+@pytest.mark.full
 def test_loss_does_not_depend_on_padding_packing_or_batch_size(examples):
     state = start()
     once = {"epochs": 1, "remainder": "pad"}

@@ -41,6 +41,9 @@ from stepfold.adapter import (
     TrainingArguments,
 )
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
 ROWS = []
 
 
@@ -53,12 +56,6 @@ def row(section, line, *, is_full=False):
         return function
 
     return keep
-
-
-@pytest.fixture(autouse=True)
-def as_a_user_would():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -199,7 +199,7 @@ SIGNALLED = {  # when, and the first and last step that the run may end at
 }
 
 
-USUAL = ("while a batch is made", "in a call of several steps", "in a hook")
+USUAL = ("while a batch is made", "in a call of several steps")
 
 
 @pytest.mark.parametrize(

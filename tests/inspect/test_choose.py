@@ -90,6 +90,7 @@ def test_layouts_are_compared_by_what_they_send_and_hold():
     assert "\nsharding 0  " in str(choice)
 
 
+@pytest.mark.full
 def test_a_function_of_devices_makes_the_plans_of_all_and_runs_with_the_choice():
     devices = jax.devices()[:4]
     layouts = [{"dims": (1, -1, 1, 1)}, {"dims": (-1, 1, 1, 1)}]

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
-from tests.small import ones
+from tests.small import full_but, ones
 
 import stepfold as sf
 from stepfold.inspect import flops
@@ -269,7 +269,10 @@ def test_what_shard_map_does_over_one_axis_of_two_counts_each_once():
 # On several devices
 
 
-@pytest.mark.parametrize(("dims", "once"), [((1, 8, 1, 1), False), ((2, 4, 1, 1), True)], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "once"),
+    full_but([((2, 4, 1, 1), True)], [((1, 8, 1, 1), False), ((2, 4, 1, 1), True)]),
+)
 def test_products_are_those_of_all_devices_together(dims, once):
     plan = sf.make_sharding(STATE, sf.make_mesh(dims))
     options = {"grad": sf.reduce_once(plan), "accumulate": 2} if once else {}

@@ -10,6 +10,7 @@ import pytest
 from clu.metrics import Average
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.small import full_but
 
 import stepfold as sf
 
@@ -88,10 +89,14 @@ some_mask = st.lists(st.booleans(), min_size=EXAMPLES, max_size=EXAMPLES)
 
 @pytest.mark.parametrize(
     ("name", "dtype", "rtol"),
-    [
-        *((name, np.float64, 1e-12) for name in LOSSES),
-        ("weights_of_parameters", np.float32, 2e-4),  # with the terms of all others
-    ],
+    full_but(
+        # With the terms of all others.
+        [("weights_of_parameters", np.float64, 1e-12), ("scalar", np.float64, 1e-12)],
+        [
+            *((name, np.float64, 1e-12) for name in LOSSES),
+            ("weights_of_parameters", np.float32, 2e-4),
+        ],
+    ),
 )
 @given(n=st.sampled_from(COUNTS), seed=st.integers(0, 2**31 - 1), mask=some_mask)
 def test_microbatches_equal_the_full_batch(name, dtype, rtol, n, seed, mask):

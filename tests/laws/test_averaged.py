@@ -105,6 +105,7 @@ def test_what_is_nearly_right_fails_the_same_law(mutant, monkeypatch):
         check(run())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", full_but(["ordered"], ["fsdp", "ordered"]))
 def test_it_is_evaluated_on_a_mesh(layout):
     check(run(layout=layout))

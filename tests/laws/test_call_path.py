@@ -17,6 +17,7 @@ import pytest
 
 import stepfold as sf
 
+pytestmark = pytest.mark.not_optimized
 LIB = str(Path(sf.__file__).parent)
 LOG, SAVE = 10, 20
 TX = optax.adam(1e-3)

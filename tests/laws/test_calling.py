@@ -55,6 +55,7 @@ def test_a_scan_of_steps_equals_the_steps_bit_for_bit(name):
     assert network.bits(metrics) == network.bits(jax.tree.map(lambda *x: jnp.stack(x), *seen))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compile_fast")
 @each_variant
 @settings(max_examples=2)
@@ -137,6 +138,7 @@ def test_shard_map_over_eight_devices_equals_one(n, check_vma):
     )
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compile_fast")
 def test_an_ensemble_by_vmap_equals_its_members():
     keys = jax.random.split(jax.random.key(0), 3)

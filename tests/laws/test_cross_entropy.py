@@ -182,6 +182,7 @@ def test_every_mesh_equals_the_plain_loss(mesh):
     check(Case(mesh=mesh, kernel=P(None, ("fsdp", "tp"))))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rows", "shape"),
     [

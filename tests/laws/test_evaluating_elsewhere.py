@@ -12,9 +12,12 @@ import jax
 import pytest
 from tests import small
 from tests.faults.training import cut
+from tests.small import full_but
 
 import stepfold as sf
 from stepfold.checkpoint.results import FOLDER
+
+pytestmark = pytest.mark.not_optimized
 
 STEPS = 24
 
@@ -121,7 +124,7 @@ def curves(result):
     return {name: (curve.steps, [*curve]) for name, curve in result.history.items()}
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("is_cut", full_but([True], [False, True]))
 def test_the_history_is_that_of_a_run_which_evaluates_itself(tmp_path, is_cut, count):
     kills = cuts = 0
     for seed in range(count(1, 25)):
@@ -145,6 +148,7 @@ def test_the_history_is_that_of_a_run_which_evaluates_itself(tmp_path, is_cut, c
     print(f"{kills} evaluations and {cuts} runs were cut")
 
 
+@pytest.mark.full
 def test_no_result_of_a_step_that_is_gone_counts(tmp_path):
     """The steps after the one to go back to are evaluated twice, with other numbers."""
     drawn = draw(random.Random(0))

@@ -142,6 +142,7 @@ def test_norms_of_each_leaf_added_up_fail_the_same_law(layout, monkeypatch):
         check(CLIPPED, layout)
 
 
+@pytest.mark.full
 def test_norms_are_unscaled():
     tx = sf.dynamic_loss_scale(CLIPPED)
     _, metrics = first_step(tx, "one", accumulate=4)

@@ -195,7 +195,7 @@ def draw_runs(number, test, phases=tuple(Phase), strategy=None, part=0):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_runs_that_are_cut_and_resumed_are_the_reference_fold(part, count):
-    draw_runs(count(8, 125), check, part=part)
+    draw_runs(count(6, 125), check, part=part)
 
 
 def one_run(**changed):

@@ -219,6 +219,7 @@ def test_batches_are_a_function_of_the_step_and_the_changes(changes, position, p
         assert whole.tolist() == expected.at(position)["x"].tolist()
 
 
+@pytest.mark.full
 def test_a_capsule_reads_the_batches_after_a_change_again(tmp_path):
     """The batch of step 15 is read again from the checkpoint of step 8, before a change at 10."""
     expected = sf.batches(mixture([(10, CHANGES[6])]), SIZE)

@@ -98,7 +98,7 @@ def check(folder, layout, accumulate=1, log_every=3, steps_per_call=1, mean_by=s
         ("one", {"accumulate": 4, "log_every": 1}),
         pytest.param("dp", {"accumulate": 2, "log_every": 4}, marks=pytest.mark.full),
         pytest.param("fsdp", {"steps_per_call": 3}, marks=pytest.mark.full),
-        ("ordered", {}),
+        pytest.param("ordered", {}, marks=pytest.mark.full),
     ],
 )
 def test_the_loss_of_each_source_is_exact(tmp_path, layout, options):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.small import STEP, TX, batches, loss_fn, start
+from tests.small import STEP, TX, batches, full_but, loss_fn, start
 
 import stepfold as sf
 
@@ -123,7 +123,7 @@ def shardings(state):
     return jax.tree.map(lambda leaf: leaf.sharding, state)
 
 
-@pytest.mark.parametrize("make", [make_sharded, make_placed])
+@pytest.mark.parametrize("make", full_but([make_sharded], [make_sharded, make_placed]))
 def test_a_resume_restores_to_the_devices_of_the_function(make, tmp_path):
     train(make, tmp_path, 2)
     function, calls = count_calls(make)

@@ -151,6 +151,7 @@ def test_host_batches_are_typed_by_their_rows_on_explicit_data_axes():
     assert result.steps == 2
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:mesh. expected every axis")  # on purpose
 def test_a_replicated_batch_need_not_divide():
     mesh = sf.make_mesh((4,), ("data",), devices=jax.devices()[:4])
@@ -245,6 +246,7 @@ def test_reduce_once_on_explicit_axes_takes_replicated_parameters_only(one_devic
         sf.reduce_once(EXPLICIT_PLAN, axes="data")
 
 
+@pytest.mark.full
 def test_flax_boxes_train_save_and_resume_as_they_are_annotated(one_device, tmp_path):
     def boxed_init(key):
         params = init(key)

@@ -535,7 +535,7 @@ def test_outputs_that_files_cannot_hold_are_refused(outputs, message, tmp_path):
     [
         (np.arange(6, dtype=np.uint8), np.array([0, 1, 2, 3, 5, 4], np.uint8)),
         (np.ones((2, 3), np.float16), np.ones((2, 3), np.float16) + np.float16(0.001)),
-        (jnp.ones(3, jnp.bfloat16), jnp.array([1, 1, 1.01], jnp.bfloat16)),
+        (np.ones(3, jnp.bfloat16), np.array([1, 1, 1.01], jnp.bfloat16)),
         (np.bool_([1, 0]), np.bool_([0, 1])),
         (np.complex64([1 + 2j]), np.complex64([1 - 2j])),
         (np.zeros(2, np.float32), np.float32([0, -0.0])),

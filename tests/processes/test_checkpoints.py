@@ -438,12 +438,14 @@ def both_in_a_bucket(server, processes, tmp_path_factory):
     return url, [json.loads(output) for output in outputs]
 
 
+@pytest.mark.full
 def test_two_processes_restore_what_they_saved_with_a_position_each(both_in_a_bucket):
     _, (first, second) = both_in_a_bucket
     assert first["restored"] == [3, 0, True, True, True]
     assert second["restored"] == [3, 1, True, True, True]
 
 
+@pytest.mark.full
 def test_one_process_restores_it_on_any_mesh(both_in_a_bucket):
     url, _ = both_in_a_bucket
     numbers = np.arange(16 * 64, dtype=np.float32).reshape(16, 64) + 3
@@ -457,6 +459,7 @@ def test_one_process_restores_it_on_any_mesh(both_in_a_bucket):
             assert np.array_equal(leaf, numbers)
 
 
+@pytest.mark.full
 def test_a_failure_of_one_process_is_that_of_the_save(both_in_a_bucket):
     url, (first, second) = both_in_a_bucket
     assert "OSError: cut in process 0" in first["failing 0"]

@@ -171,6 +171,7 @@ def test_an_error_in_one_process_is_named_by_the_others_and_ends_all(tmp_path):
     assert "stepfold: process 1 raised OSError: cut here; this process waits" in first.errors, first
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "where",
     ["hook"]
@@ -375,6 +376,7 @@ def is_corrupt(start, folder):
     print(json.dumps([stop.kind, stop.message.split(";")[0], result.steps < 30]))
 
 
+@pytest.mark.full
 def test_corruption_in_one_process_outranks_going_back_in_another(processes, tmp_path):
     for text in processes.run(is_corrupt, str(tmp_path)):
         kind, message, is_early = json.loads(text)
@@ -422,6 +424,7 @@ def replaces(start, folder):
     print(json.dumps(found))
 
 
+@pytest.mark.full
 def test_two_processes_replace_the_state_together(processes, tmp_path):
     for text in processes.run(replaces, str(tmp_path)):
         whole, resumed, one, undeclared = json.loads(text)
@@ -571,6 +574,7 @@ def restarts(start, folder, steps):
     print(json.dumps([compiled["loaded"]["count"], used, [str(each.message) for each in caught]]))
 
 
+@pytest.mark.full
 def test_processes_share_the_compilation_cache_of_a_run(processes, tmp_path):
     for steps in (2, 4):
         seen = [json.loads(text) for text in processes.run(restarts, str(tmp_path), steps)]

@@ -37,6 +37,7 @@ def stays(start, folder):
     time.sleep(600)
 
 
+@pytest.mark.full
 def test_no_process_outlives_its_timeout(launcher, tmp_path):
     with pytest.raises(
         AssertionError, match="still running after 10 s, now killed(?s:.*) in stays"
@@ -47,6 +48,7 @@ def test_no_process_outlives_its_timeout(launcher, tmp_path):
     assert not [pid for pid in pids if runs(pid)]
 
 
+@pytest.mark.full
 def test_a_session_runs_workers_in_the_same_processes_until_one_fails():
     def says_where(start, worker, folder):
         """Print the ID of this process, and hang, raise or leave a setting if this is asked."""

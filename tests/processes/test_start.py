@@ -122,6 +122,7 @@ def raises(start):
     print("came through")
 
 
+@pytest.mark.full
 def test_error_ends_the_others_within_the_shutdown_timeout(launcher):
     begin = time.monotonic()
     ends = launch.ends_of_processes(raises, 2, launcher)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from tests.small import full_but
 
 import stepfold as sf
 from stepfold.checkpoint import claims as run_lock
@@ -175,7 +176,7 @@ def saves(start, folder, who, how, kind):
     ("who", "how", "kind"),
     [
         ((1,), "signal", "list"),
-        ((1,), "thread", "generator"),
+        pytest.param((1,), "thread", "generator", marks=pytest.mark.full),
         pytest.param((0,), "hook", "list", marks=pytest.mark.full),
         pytest.param((0, 1), "hook", "list", marks=pytest.mark.full),
     ],
@@ -371,7 +372,7 @@ def outputs(processes):
     return run
 
 
-@pytest.mark.parametrize("kind", ["run_dir", "checkpoints"])
+@pytest.mark.parametrize("kind", full_but(["checkpoints"], ["run_dir", "checkpoints"]))
 def test_directories_that_are_not_shared_raise_within_seconds(outputs, tmp_path, kind):
     here, there = tmp_path / "here", tmp_path / "there"
     same = (tmp_path / "same",) * 2

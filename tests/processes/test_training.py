@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.small import full_but
 
 import stepfold as sf
 
@@ -125,7 +126,7 @@ def test_other_rows_are_refused_in_every_process():
 
 
 # A process that is ahead with other rows is given 3 s; gloo would give up after 30.
-@pytest.mark.parametrize(("late", "rows"), [(4, 2), pytest.param(65, 4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("late", "rows"), full_but([], [(4, 2), (65, 4)]))
 def test_a_late_process_is_waited_for(processes, late, rows):
     outputs = processes.run(gives_rows, ([rows], [rows]), late, timeout=120 + late)
     assert outputs == ["equal\n"] * 2
@@ -229,6 +230,7 @@ def prefetches_new_rows(start):
     print([int(value) for value in sums] == [4 * count**2 for count in range(1, 13)])
 
 
+@pytest.mark.full
 def test_new_numbers_of_rows_in_the_thread_need_no_collective(processes):
     assert processes.run(prefetches_new_rows) == ["True\n"] * 2
 

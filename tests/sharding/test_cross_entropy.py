@@ -57,9 +57,9 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     "layout",
     [
-        *("fsdp 8", "dp 2 x fsdp 2 x tp 2"),
+        "dp 2 x fsdp 2 x tp 2",
         *(pytest.param(layout, marks=pytest.mark.full) for layout in list(LAYOUTS)[:2]),
-        pytest.param("fsdp 4 x tp 2", marks=pytest.mark.full),
+        *(pytest.param(layout, marks=pytest.mark.full) for layout in ("fsdp 8", "fsdp 4 x tp 2")),
     ],
 )
 def test_devices_send_no_more_than_for_the_plain_loss(layout):
@@ -81,6 +81,7 @@ def test_devices_send_no_more_than_for_the_plain_loss(layout):
     assert all(each.moved == share * (dims[1] - 1) // dims[1] for each in gathers + scatters)
 
 
+@pytest.mark.full
 def test_the_scan_for_the_weights_sends_nothing_of_the_loss():
     _, shape, plan = on(*LAYOUTS["fsdp 4 x tp 2"])
     loss = losses(plan.params["out"])[1]
@@ -128,6 +129,7 @@ def test_ordered_gradients_have_the_same_bits_on_any_mesh():
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.full
 def test_it_runs_on_explicit_axes():
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)
     kernel, batch = np.asarray(init(jax.random.key(0))["out"]), arrays()

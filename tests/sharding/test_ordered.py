@@ -39,6 +39,7 @@ def describe(dims, **options):
     return sf.describe(sf.make_train_step(loss_fn, TX, **options), state, batch)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "dims",
     [
@@ -108,6 +109,7 @@ def test_meshes_that_shard_computations_are_refused():
         sf.clip_by_ordered_norm(1.0, mesh)
 
 
+@pytest.mark.full
 def test_axes_of_other_names_shard_the_batch():
     state, plan, batch = start((4,), ("rows",), rules=[("up$", P("rows"))])
     step = sf.make_train_step(loss_fn, TX, grad=sf.ordered(plan, axes="rows"))

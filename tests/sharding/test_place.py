@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
 
+pytestmark = pytest.mark.not_optimized
 MESH = sf.make_mesh((2, 2, 2, 1))
 ROWS = P(("dp", "fsdp"))
 

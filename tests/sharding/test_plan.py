@@ -17,6 +17,7 @@ from tests.small import ones
 import stepfold as sf
 from stepfold import table, tree
 
+pytestmark = pytest.mark.not_optimized
 MESH = sf.make_mesh((2, 2, 2, 1))
 PARAMS = {
     "w": ones((16, 32)),

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import jax
 import numpy as np
 import pytest
-from tests.small import STEP, start
+from tests.small import STEP, full_but, start
 
 import stepfold as sf
 from stepfold.loop.hooks.base import Event
@@ -191,7 +191,7 @@ def test_a_trace_holds_the_given_steps_exact_to_the_log_points(tmp_path, count, 
     assert executions(tmp_path) == traced
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", full_but([True], [False, True]))
 def test_a_run_that_ends_earlier_or_fails_closes_the_trace(tmp_path, fails):
     def fail(event):
         if fails and event.step == 8:
@@ -205,6 +205,7 @@ def test_a_run_that_ends_earlier_or_fails_closes_the_trace(tmp_path, fails):
     jax.profiler.stop_trace()
 
 
+@pytest.mark.full
 def test_steps_that_were_traced_before_a_resume_are_not_traced_again(tmp_path):
     checkpoints = sf.Checkpoints(tmp_path / "checkpoints", every=6)
     run(profile(2, 2, tmp_path / "a"), steps=8, checkpoints=checkpoints)
