@@ -266,8 +266,8 @@ _UNREAD_MASK = (
     "batch"
 )
 _UNMASKED_METRICS = (
-    'loss_fn: expected metrics that depend on batch["mask"], as the loss does, got means that count '
-    'padding as data: {}; return sf.mean(values, batch["mask"])'
+    'loss_fn: expected metrics that depend on batch["mask"], as the loss does, got means that '
+    'count padding as data: {}; return sf.mean(values, batch["mask"])'
 )
 
 

@@ -105,8 +105,8 @@ def make_train_step(
       ConfigError: while tracing, if the optimizer evaluates the loss itself.
 
     Warns:
-      UserWarning: while tracing, if the batch has a `mask`, as padded batches have, that the loss
-        does not depend on.
+      UserWarning: while tracing, if the batch has a `mask`, as padded batches have, that the loss,
+        or the mean of a metric over its rows, does not depend on.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> def loss_fn(params, batch, key):
@@ -199,9 +199,9 @@ def make_eval_step(
     """Make an eval step, a function `(state, batch) -> metrics`.
 
     Its metrics are `loss`, every term of the loss, and the metrics of the loss function. Merged
-    over batches they are exact, for any batch sizes and masks; a loss that ignores the `mask` of
-    its batch is warned of. The loss function gets the key of
-    the next train step; to evaluate without dropout, pass a loss function without it.
+    over batches they are exact, for any batch sizes and masks; a loss or a mean that ignores the
+    `mask` of its batch is warned of. The loss function gets the key of the next train step; to
+    evaluate without dropout, pass a loss function without it.
 
     Args:
       loss_fn: a loss function.
