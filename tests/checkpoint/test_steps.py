@@ -16,7 +16,7 @@ import stepfold as sf
 from stepfold.checkpoint import steps
 from stepfold.checkpoint import steps as module
 from stepfold.checkpoint.manifest import read_checked
-from stepfold.checkpoint.retention import Rule
+from stepfold.checkpoint.series import Rule
 from stepfold.checkpoint.steps import (
     check_shared,
     order_by,

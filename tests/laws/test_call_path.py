@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import stepfold as sf
+import stepfold.core.metrics  # as each step does on first use
 
 pytestmark = pytest.mark.not_optimized
 LIB = str(Path(sf.__file__).parent)

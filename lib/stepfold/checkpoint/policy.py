@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from stepfold.checkpoint.restore import Restored, restore_from
-from stepfold.checkpoint.series import Series, StepReader
+from stepfold.checkpoint.series import Series, StepReader, is_scheduled
 from stepfold.checkpoint.steps import Best, read_best
 from stepfold.checkpoint.store import Store, open_store
 from stepfold.checkpoint.temporary import Temporary, find_temporary
@@ -185,9 +185,7 @@ class Checkpoints(StepReader):
 
         `epoch` is the number of finished epochs, if the last step ended one.
         """
-        by_step = self.every is not None and step % self.every == 0
-        by_epoch = bool(epoch and self.every_epochs and epoch % self.every_epochs == 0)
-        return step >= 1 and (by_step or by_epoch)
+        return is_scheduled(step, epoch, self.every, self.every_epochs)
 
     def request(self) -> None:
         """Request a permanent save, in a hook, another thread or a signal handler.

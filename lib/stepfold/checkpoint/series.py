@@ -1,21 +1,22 @@
-"""An open series of checkpoints: when a save is due, saves in the background, and restores."""
+"""An open series of checkpoints: when a save is due, what is kept, background saves, restores."""
 
 import atexit
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import jax
 
+from stepfold.checkpoint.claims import Leases
 from stepfold.checkpoint.manifest import DamageError, StepMetadata, step_metadata
 from stepfold.checkpoint.restore import Restored, restore_from
-from stepfold.checkpoint.retention import Retention, Rule
+from stepfold.checkpoint.results import LEASES
 from stepfold.checkpoint.steps import Best, already_exists, order_by
 from stepfold.checkpoint.store import (
     PendingSave,
@@ -101,7 +102,8 @@ class Series(StepReader):
         # A path becomes absolute; a URL stays as given.
         location = self.store.location
         self.directory = location if is_url(location) else Path(location)
-        rule = Rule(policy.keep, policy.keep_every, policy.ranking, policy.keep_best)
+        self._ranking = policy.ranking
+        rule = Rule(policy.keep, policy.keep_every, self._ranking, policy.keep_best)
         self._retention = {location: Retention(self.store, rule)}
         self._temporary: Store | None = None
         if policy.temporary is not None:
@@ -173,7 +175,7 @@ class Series(StepReader):
 
     @property
     def ranking(self) -> Best | None:
-        return self.policy.ranking
+        return self._ranking
 
     @property
     def saving(self) -> int | None:
@@ -197,7 +199,7 @@ class Series(StepReader):
         policy, temporary = self.policy, self.temporary
         if step < 1 or step == self.saved:
             return None
-        if policy.due(step, epoch=epoch):
+        if is_scheduled(step, epoch, policy.every, policy.every_epochs):
             return "permanent"
         if self._is_open and _is_late(policy.every_minutes, self._saved_at, self.group):
             return "permanent"
@@ -205,8 +207,9 @@ class Series(StepReader):
             return "requested"
         if temporary is None or self._temporary is None or step == self._saving:
             return None
-        by_step = temporary.every is not None and step % temporary.every == 0
-        is_due = by_step or _is_late(temporary.every_minutes, self._any_saved_at, self.group)
+        is_due = is_scheduled(step, None, temporary.every) or _is_late(
+            temporary.every_minutes, self._any_saved_at, self.group
+        )
         return "temporary" if is_due else None
 
     def request(self) -> None:
@@ -283,7 +286,7 @@ class Series(StepReader):
 
     def _kind_of(self, step: int, *, permanent: bool, requested: bool) -> _Kind:
         due = self._due[1] if self._due[0] == step else None
-        if requested and due != "permanent" and not self.policy.due(step):
+        if requested and due != "permanent" and not is_scheduled(step, None, self.policy.every):
             return "requested"
         return "permanent" if due is None or (permanent and due == "temporary") else due
 
@@ -467,6 +470,98 @@ def _make_room(store: Store, step: int) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
+
+
+class Rule(NamedTuple):
+    """Which steps to keep; the fields are those of `Checkpoints`.
+
+    >>> Rule(keep=1, keep_every=2).expendable({1: {}, 2: {}, 3: {}, 4: {}, 5: {}})
+    [1, 3]
+    """
+
+    keep: int | None
+    keep_every: int | None = None
+    best: Best | None = None
+    keep_best: int = 1
+
+    def expendable(
+        self,
+        metrics: Mapping[int, Mapping[str, object]],
+        requested: Set[int] = frozenset(),
+        *,
+        last: int | None = None,
+        held: Set[int] = frozenset(),
+    ) -> list[int]:
+        """List the steps to delete.
+
+        `requested` steps and the others are counted apart, so that many requests do not push a
+        scheduled step out. `last`, the step saved last, is always kept: after a rollback it may not
+        be the newest. `held` steps are kept too: an evaluation in another process needs them.
+        """
+        if self.keep is None:
+            return []
+        steps = sorted(metrics)
+        scheduled = [step for step in steps if step not in requested]
+        kept = {*scheduled[-self.keep :], *sorted(requested)[-self.keep :], last, *held}
+        if self.keep_every is not None:
+            kept |= {step for step in steps if step % self.keep_every == 0}
+        if self.best is not None:
+            kept |= set(order_by(self.best, metrics)[: self.keep_best])
+        return [step for step in steps if step not in kept]
+
+
+class Retention:
+    """Delete the steps of one store that a rule does not keep."""
+
+    def __init__(self, store: Store, rule: Rule) -> None:
+        self._store, self._rule, self._leases = store, rule, Leases(store, LEASES)
+        # The metadata of each complete step, which is read once, without its values.
+        self._known: dict[int, StepMetadata] = {}
+
+    def forget(self, step: int) -> None:
+        """Read a step again, since it has changed."""
+        self._known.pop(step, None)
+
+    def apply(self, last: int, evaluated: Mapping[str, int] | None) -> None:
+        """Delete steps once `last` is saved; `evaluated` is that of the series."""
+        if self._rule.keep is None:
+            return
+        self.forget(last)  # it may replace another
+        steps = self._read_steps()
+        requested = {step for step, metadata in steps.items() if metadata.requested}
+        is_ranked = self._rule.best is not None
+        metrics = metrics_of(self._store, steps) if is_ranked else {step: {} for step in steps}
+        held = self._held_steps(steps, evaluated)
+        for step in self._rule.expendable(metrics, requested, last=last, held=held):
+            self._store.delete(step)
+
+    def _read_steps(self) -> Mapping[int, StepMetadata]:
+        steps, known = self._store.steps(), self._known
+        read = complete_steps(self._store, [step for step in steps if step not in known])
+        known |= {step: each._replace(data=None, extra=None) for step, each in read.items()}
+        self._known = {step: known[step] for step in steps if step in known}
+        return self._known
+
+    def _held_steps(
+        self, steps: Mapping[int, StepMetadata], evaluated: Mapping[str, int] | None
+    ) -> set[int]:
+        """Return the steps that evaluations in other processes have yet to use, or are using."""
+        awaited = {
+            step
+            for step, metadata in steps.items()
+            for name in metadata.awaits
+            if evaluated is None or evaluated.get(name, step) < step
+        }
+        return awaited.union(*(lease["steps"] for lease in self._leases.held()))
+
+
+def is_scheduled(
+    step: int, epoch: int | None, every: int | None, every_epochs: int | None = None
+) -> bool:
+    """Whether a schedule has a save after a step, which may have ended an epoch."""
+    by_step = every is not None and step % every == 0
+    by_epoch = bool(epoch and every_epochs and epoch % every_epochs == 0)
+    return step >= 1 and (by_step or by_epoch)
 
 
 def _is_late(minutes: float | None, since: float, group: Group | None) -> bool:

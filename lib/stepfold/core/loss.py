@@ -230,7 +230,7 @@ def _warn_of_padding(function: Callable[[Any], tuple[Terms, Metrics]], batch: An
         replaced = [
             next(new) if is_one else leaf for leaf, is_one in zip(leaves, is_traced, strict=True)
         ]
-        return function(structure.unflatten(replaced))
+        return function(jax.tree.unflatten(structure, replaced))
 
     given = [leaf for leaf, is_one in zip(leaves, is_traced, strict=True) if is_one]
     masks = [is_one for is_one, is_given in zip(is_mask, is_traced, strict=True) if is_given]

@@ -70,7 +70,8 @@ class Ending:
             run = self._go_back(self._peers.conclude(run))
             if run.go_back_request is not None:
                 return run
-        if not run.is_interrupted:
+        # If a hook stops a complete run that was to do more steps, that is why it ends.
+        if not run.is_interrupted and run.end is not None and run.end.kind is not Kind.STOP:
             run = self._peers.withdraw(run, Kind.STOP)
         run = run._replace(is_complete=not run.is_interrupted)
         yield run
