@@ -103,7 +103,7 @@ class Fit:
             return True
         if run.stop is None and any(h.has_enough(run.hooks.get(h.name, 0)) for h in call.hooks):
             self.ask((run.step, "hook"))
-            self.was_complete |= run.step == self.resumed
+            self.was_complete |= self.resumed == run.step != run.total
         if run.step > 0:  # what an exception interrupted
             self.log(run.step if self.reads(run.step) else run.step - call.delay)
         is_best = False

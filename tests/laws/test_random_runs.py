@@ -250,6 +250,13 @@ FOUND = {
     "a hook that has stopped the run in its last step": one_run(
         calls=[{"hooks": ["b"], "limit": 3}, {"hooks": ["b"], "limit": 3, "length": {"steps": 20}}]
     ),
+    "a hook that would stop a run that is done but for its last event": one_run(
+        evaluations=[EVALUATION],
+        calls=[
+            {"hooks": ["a", "b"], "cut": (("a", "train", 12), "raise")},
+            {"hooks": ["a", "b"], "limit": 3},
+        ],
+    ),
     "a stop, and a signal in the last evaluation": one_run(
         evaluations=[EVALUATION],
         calls=[{"script": ("train", 5), "cut": (("evaluate", "eval", 7), "stop")}, {}],
