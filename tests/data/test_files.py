@@ -112,7 +112,7 @@ def test_json_is_read_and_parsed(tmp_path):
 @pytest.mark.parametrize(
     ("content", "suffix", "says"),
     [
-        (b"1\n\n3\n", "jsonl", r"1.jsonl, row 1: expected JSON, got b'': Expecting value"),
+        (b"1\n\n3\n", "jsonl", r"1.jsonl, row 1: expected JSON, got b'': .* delete blank lines"),
         (b"1\n{'x'}\n", "jsonl", "1.jsonl, row 1: expected JSON, got b\"{'x'}\": Expecting"),
         (b"1\n\xff\xfe\n", "txt", r"1.txt, row 1: expected UTF-8 text, got b'\\xff\\xfe': 'utf-8'"),
     ],

@@ -33,7 +33,10 @@ def test_arguments_are_described(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = metadata(
         batches=sf.batches(DATA, 4, seed=7),
-        evaluations=[sf.Evaluation(lambda state: {}, every=5, name="test")],
+        evaluations=[
+            sf.Evaluation(lambda state: {}, every=5, name="test"),
+            sf.Evaluation(lambda state: {}, every=5, name="ema", at_start=True, ema=True),
+        ],
         checkpoints=sf.Checkpoints("kept", every=7, best="test/loss"),
         hooks=[sf.stop_early("test/loss", patience=3), sf.throughput(), metadata],
         steps=20,
@@ -41,7 +44,11 @@ def test_arguments_are_described(tmp_path, monkeypatch):
     assert arguments["steps"] == 20
     assert arguments["batches"]["kind"] == "Batches"
     assert (arguments["batches"]["batch_size"], arguments["batches"]["length"]) == (4, 24)
-    assert arguments["evaluations"] == [{"name": "test", "every": 5, "every_epochs": None}]
+    schedule = {"every": 5, "every_epochs": None}
+    assert arguments["evaluations"] == [
+        {"name": "test", **schedule},
+        {"name": "ema", **schedule, "at_start": True, "ema": True},
+    ]
     plan = arguments["checkpoints"]
     assert (plan["every"], plan["keep"], plan["best"]) == (7, 3, "test/loss")
     assert plan["directory"] == str(tmp_path / "kept")

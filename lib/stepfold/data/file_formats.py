@@ -174,7 +174,9 @@ class Lines:
         except ValueError as error:  # of UTF-8 or of JSON
             expected = "JSON" if self._is_json else "UTF-8 text"
             got = f"{line[:80]!r}: {error}"
-            refuse(f"{file.location}, row {row}", expected, got, kind=DataError, cause=error)
+            advice = "" if line.strip() else "delete blank lines, since each line is a row"
+            where = f"{file.location}, row {row}"
+            refuse(where, expected, got, advice, kind=DataError, cause=error)
 
 
 class _Blocks(NamedTuple):

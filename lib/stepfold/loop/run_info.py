@@ -68,10 +68,7 @@ def run_metadata(
         "arguments": {
             **arguments,
             "batches": {"kind": type(batches).__name__, **pipeline},
-            "evaluations": [
-                {name: getattr(evaluation, name) for name in ("name", "every", "every_epochs")}
-                for evaluation in evaluations
-            ],
+            "evaluations": [_describe(evaluation) for evaluation in evaluations],
             "checkpoints": None if checkpoints is None else _settings(checkpoints),
             "hooks": [hook_name(hook).partition(".<locals>")[0] for hook in hooks],
         },
@@ -249,6 +246,13 @@ _FORM = {
     "attempts": [_ATTEMPT],
     "losses?": [_LOSS],
 }
+
+
+def _describe(evaluation: Evaluation) -> dict[str, Any]:
+    """Return the schedule of an evaluation, and the options that it has."""
+    described = {name: getattr(evaluation, name) for name in ("name", "every", "every_epochs")}
+    options = ("at_start", "ema", "elsewhere")
+    return described | {name: True for name in options if getattr(evaluation, name)}
 
 
 def write_run_info(run_dir: Path, info: Mapping[str, Any]) -> None:
