@@ -18,10 +18,7 @@ LENGTH, DEPTH, END = 2 * DIGITS + 2, WIDTH // HEADS, ord(";")
 
 
 def examples(count, seed):
-    """Make prompts as "3142=", answers as "1234;", and both in a row, padded on the right.
-
-    `length` is that of the prompt, and of the answer. No token is reserved for padding.
-    """
+    """Make prompts as "3142=", answers as long as those, and both in a row, padded at the end."""
     rng = np.random.default_rng(seed)
     sizes = {"prompt": DIGITS + 1, "answer": DIGITS + 1, "text": LENGTH}
     data = {name: np.zeros((count, size), np.int32) for name, size in sizes.items()}
@@ -59,16 +56,16 @@ def decode(params, tokens, start, cache=None):
         x = x + mixed.reshape(x.shape) @ w["out"]
         return x + jax.nn.gelu(normed(x) @ w["up"]) @ w["down"], (keys, values)
 
-    if cache is None:
-        cache = (jnp.zeros((LAYERS, len(tokens), LENGTH, HEADS, DEPTH)),) * 2
+    cache = cache or (jnp.zeros((LAYERS, len(tokens), LENGTH, HEADS, DEPTH)),) * 2
     x = params["embed"][tokens] + params["position"][positions]
     x, cache = jax.lax.scan(layer, x, (params["layers"], *cache))
     return normed(x) @ params["embed"].T, cache
 
 
 @jax.jit
-def generate(params, prompts, lengths, key, temperature=1e-6):
+def generate(params, batch, key, temperature=1e-6):
     """Continue prompts, padded on the right, up to a semicolon; 0 follows it."""
+    prompts, lengths = batch["prompt"], batch["length"]
     logits, cache = decode(params, prompts, jnp.zeros_like(lengths))
     # Bytes that are generated replace the keys and values of the padding.
     last = jnp.take_along_axis(logits, lengths[:, None, None] - 1, 1)[:, 0]
@@ -84,18 +81,17 @@ def generate(params, prompts, lengths, key, temperature=1e-6):
 
 
 def loss_fn(params, batch, _key):
-    """Return the loss of the answers, and their perplexity."""
+    """Return the loss of the answers, from `length` to twice that, and their perplexity."""
     before, after = batch["text"][:, :-1], batch["text"][:, 1:]
     logits, _ = decode(params, before, jnp.zeros(len(before), int))
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, after)
-    lengths, position = batch["length"][:, None], jnp.arange(1, LENGTH)
-    is_answer = (lengths <= position) & (position < 2 * lengths) & batch["mask"][:, None]
+    is_answer = (jnp.arange(1, LENGTH) // batch["length"][:, None] == 1) & batch["mask"][:, None]
     return sf.mean(nll, is_answer), {"perplexity": sf.perplexity(nll, is_answer)}
 
 
 def measure(state, batch):
     """Compute the metrics of the loss, and the share of exact matches."""
-    answer = generate(state.params, batch["prompt"], batch["length"], state.key)
+    answer = generate(state.params, batch, state.key)
     exact = sf.mean((answer == batch["answer"]).all(-1), batch["mask"])
     return {**sf.make_eval_step(loss_fn)(state, batch), "exact_match": exact}
 
@@ -115,13 +111,9 @@ def main():
     for name in ("exact_match", "perplexity"):
         print(name, *(f"{value:.3f}" for value in result.history[f"eval/{name}"]))
     params = sf.get_ema(sf.restore("runs/generation", result.state, step="best").state)
-    answer = lambda params, batch: generate(
-        params, batch["prompt"], batch["length"], jax.random.key(0)
-    )
-    answers = sf.predict(answer, params, test_batches())
-    for prompt, length, made in list(zip(test["prompt"], test["length"], answers, strict=True))[:3]:
-        text = bytes([*prompt[:length], *made]).decode()
-        print(text[: text.find(";") + 1])
+    answer = lambda params, batch: generate(params, batch, jax.random.key(0))
+    for row, made in enumerate(sf.predict(answer, params, test_batches())[:3]):
+        print(bytes([*test["prompt"][row, : test["length"][row]], *made]).decode().rstrip("\0"))
 
 
 if __name__ == "__main__":

@@ -251,7 +251,8 @@ def _warn_of_padding(function: Callable[[Any], tuple[Terms, Metrics]], batch: An
     unmasked, begin = [], count
     for name in sorted(metrics):  # the order of the outputs
         end = begin + len(jax.tree.leaves(metrics[name]))
-        if isinstance(metrics[name], Average) and batch["mask"].ndim == 1:
+        is_mean = isinstance(metrics[name], Average) and metrics[name].total.ndim == 0
+        if is_mean and batch["mask"].ndim == 1:
             uses_mask, uses_data = depends(begin, end)
             unmasked += [name] if uses_data and not uses_mask else []
         begin = end
