@@ -102,7 +102,7 @@ class Fit:
             self.stop = "already_completed"
             return True
         if run.stop is None and any(h.has_enough(run.hooks.get(h.name, 0)) for h in call.hooks):
-            self.ask((run.step, "hook"))
+            run.stop = run.step, "hook"  # no vote: all processes have restored the same
             self.was_complete |= self.resumed == run.step != run.total
         if run.step > 0:  # what an exception interrupted
             self.log(run.step if self.reads(run.step) else run.step - call.delay)

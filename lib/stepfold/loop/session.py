@@ -133,12 +133,16 @@ class Session:
                 call_optional(part, "close")
 
     def _stop_again(self, run: Run) -> Run:
-        """Ask to stop before the first step if a hook has stopped the run before."""
-        reason = self.hooks.still_stops()
-        if reason is None or run.requests.has(Kind.STOP):
+        """Stop before the first step if a hook of process 0 has stopped the run before.
+
+        All processes know it at once, so that none does a step until a vote.
+        """
+        reason = [*(self.hooks.still_stops() or ("", ""))]
+        kind, message = broadcast_from_first(reason, self.peers.group)
+        if not message or run.requests.has(Kind.STOP):
             return run
         self.was_over = self.was_over or run.step == run.resumed
-        return self.peers.ask(run, Request(Kind.STOP, run.step, reason, by_hook=True))
+        return run.ask(Request(Kind.STOP, run.step, Stop(kind, message), by_hook=True))
 
     def _read_elsewhere(
         self, evaluations: Sequence[Evaluate], plan: Plan, log: Log
