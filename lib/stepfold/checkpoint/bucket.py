@@ -347,10 +347,8 @@ class BucketSave:
                     expected = (
                         f"the part of process {process} within {_PATIENCE:.0f} s of process 0"
                     )
-                    where, advice = (
-                        join_location(self._store.location, self._folder),
-                        "it may have been killed",
-                    )
+                    where = join_location(self._store.location, self._folder)
+                    advice = "it may have been killed"
                     refuse(where, expected, "none", advice, kind=CheckpointError)
                 time.sleep(pause)
                 pause = min(2 * pause, 2.0)

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from stepfold.checkpoint.results import read_fields
+from stepfold.checkpoint.manifest import read_fields
 from stepfold.checkpoint.steps import check_regular
 from stepfold.errors import CheckpointError
 

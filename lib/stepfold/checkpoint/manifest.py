@@ -11,7 +11,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -450,3 +450,11 @@ def decode_checked(content: bytes, name: str) -> Any:
 
 def _with_checksum(text: bytes) -> bytes:
     return _CHECKSUM + f"{zlib.crc32(text):08x}\n".encode() + text
+
+
+def read_fields(store: Any, name: str) -> dict[str, Any] | None:
+    """Return a note that holds a dict; None if it is missing, damaged or another."""
+    with suppress(DamageError):
+        note = store.read_note(name)
+        return note if isinstance(note, dict) else None
+    return None

@@ -92,8 +92,8 @@ class Checkpoints(StepReader):
         apart: as many of them are kept. A step that waits for such an evaluation is always kept.
       keep_every: keep every step that is a multiple of this number permanently.
       best: the metric that ranks checkpoints, such as `eval/loss`; the best ones are kept as well.
-        `fit` also saves after each evaluation in which it is better than before, whatever the
-        schedule. A metric of train steps ranks scheduled checkpoints only.
+        `fit` also saves after each evaluation that improves it, between scheduled saves too. A
+        metric of train steps ranks scheduled checkpoints only.
       mode: whether the "min" or the "max" of the metric is the best. None takes it from the name of
         the metric, such as "min" for a loss and "max" for an accuracy, and raises if the name
         leaves a doubt.

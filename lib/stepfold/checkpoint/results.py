@@ -8,11 +8,10 @@ states still do.
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-from stepfold.checkpoint.manifest import DamageError
+from stepfold.checkpoint.manifest import read_fields
 
 FOLDER, LEASES = "evaluations", "evaluators"  # next to the steps
 _RUN = f"{FOLDER}/run.json"
@@ -29,14 +28,6 @@ class Result(NamedTuple):
     @property
     def path(self) -> str:
         return f"{FOLDER}/{quote(self.evaluation, safe='')}-{self.step}-{self.identity}.json"
-
-
-def read_fields(store: Any, name: str) -> dict[str, Any] | None:
-    """Return a note that holds a dict; None if it is missing, damaged or another."""
-    with suppress(DamageError):
-        note = store.read_note(name)
-        return note if isinstance(note, dict) else None
-    return None
 
 
 def find_results(store: Any) -> list[Result]:

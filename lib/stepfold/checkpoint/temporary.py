@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import jax
 
-from stepfold.checkpoint.results import read_fields
+from stepfold.checkpoint.manifest import read_fields
 from stepfold.checkpoint.steps import read_directory
 from stepfold.checkpoint.store import Store, local_path, open_store, open_to_save
 from stepfold.core.processes import Group, agreement, broadcast_from_first

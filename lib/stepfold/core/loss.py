@@ -221,20 +221,14 @@ def _warn_of_padding(function: Callable[[Any], tuple[Terms, Metrics]], batch: An
     """
     from clu.metrics import Average
 
-    leaves, structure = jax.tree.flatten(batch)
-    is_traced = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
-    is_mask = [path[0].key == "mask" for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
-
-    def traced(*values: Any) -> tuple[Terms, Metrics]:
-        new = iter(values)
-        replaced = [
-            next(new) if is_one else leaf for leaf, is_one in zip(leaves, is_traced, strict=True)
-        ]
-        return function(jax.tree.unflatten(structure, replaced))
-
-    given = [leaf for leaf, is_one in zip(leaves, is_traced, strict=True) if is_one]
-    masks = [is_one for is_one, is_given in zip(is_mask, is_traced, strict=True) if is_given]
-    jaxpr, (terms, metrics) = jax.make_jaxpr(traced, return_shape=True)(*given)
+    given = {
+        name: value
+        for name, value in batch.items()
+        if all(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
+    }
+    masks = [path[0].key == "mask" for path, _ in jax.tree_util.tree_leaves_with_path(given)]
+    traced = lambda given: function({**batch, **given})
+    jaxpr, (terms, metrics) = jax.make_jaxpr(traced, return_shape=True)(given)
     count = len(jax.tree.leaves(terms))
 
     def depends(begin: int, end: int) -> tuple[bool, bool]:

@@ -336,10 +336,10 @@ class _Indexed:
     """Read a source with random access, in the order of an epoch."""
 
     def __init__(self, source: Source | None, seed: int | None) -> None:
-        self._source, self.length = source, source.length if source else 0
+        self._source, self.length = source, 0 if source is None else source.length
         self.endless = self.length == ENDLESS
-        self.source = source or Source()
-        self._order = Order(self.length, seed) if seed is not None and source else None
+        self.source = Source() if source is None else source
+        self._order = Order(self.length, seed) if seed is not None and source is not None else None
         self.start(0)
 
     def start(self, epoch: int) -> None:

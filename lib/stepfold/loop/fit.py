@@ -183,14 +183,13 @@ def fit(
 
     has_writer = any(getattr(hook, "writes_metrics", False) for hook in user_hooks)
     live = None if segments is None else segments.live
-    with ExitStack() as unless_opened:  # an argument may be refused
-        with needs_all():
-            directory = RunDirectory(
-                run_dir, upload, has_writer=has_writer, has_cache=compilation_cache, group=live
-            )
-            series = open_series(checkpoints, directory, live)
-            if series is not None:
-                unless_opened.callback(series.close)
+    with needs_all(), ExitStack() as unless_opened:  # an argument may be refused
+        directory = RunDirectory(
+            run_dir, upload, has_writer=has_writer, has_cache=compilation_cache, group=live
+        )
+        series = open_series(checkpoints, directory, live)
+        if series is not None:
+            unless_opened.callback(series.close)
         arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
         arguments |= {"steps_per_call": steps_per_call, "upload": upload}
         describe = partial(

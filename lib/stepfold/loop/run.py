@@ -329,9 +329,10 @@ class Run(NamedTuple):
     def from_checkpoint(self, saved: Mapping[str, Any], state: Any, step: int) -> "Run":
         """Return this run as of a checkpoint: `saved` is what `to_checkpoint` returned there.
 
-        It may hold anything, and is empty if the checkpoint is of a state alone. The target, and
-        what this process was asked for, stay. `Session.continue_from` reads the total and the
-        number of batches, since these depend on the arguments of `fit` and on the batches.
+        It may hold anything, and is empty if the checkpoint is of a state alone. The result keeps
+        the target of this run, and the requests that did not come from hooks. The total and the
+        number of batches are read by `Session.continue_from`, since they depend on the arguments
+        of `fit` and on the batches.
         """
         run = Run._begin(state, step, step, self.total)._replace(
             first_step=self.first_step,
