@@ -142,7 +142,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in items if is_in_share(item, *config.option.share)]
         config.hook.pytest_deselected(items=[item for item in items if item not in {*chosen}])
         items[:] = chosen
-    items.sort(key=lambda item: not item.path.is_relative_to(TESTS / "processes"))
+    items.sort(key=lambda item: item.path.parent.name != "processes")
     items.sort(key=lambda item: item.path.name not in SLOW)
 
 

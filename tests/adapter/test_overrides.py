@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from tests.clients.rows import shows
+from tests.small import full_but
 
 import stepfold as sf
 from stepfold.adapter import Trainer
@@ -93,9 +94,6 @@ def save(self, path, state):
     self.saved = [*getattr(self, "saved", ()), (int(state.step), path)]
 
 
-FULL = pytest.mark.full
-
-
 class ByPath(Trainer):
     def save_pretrained(self, ckpt_path, state=None):
         save(self, ckpt_path, state)
@@ -119,7 +117,7 @@ class ByKeywords(Trainer):
         "addition to the checkpoints of the run"
     },
 )
-@pytest.mark.parametrize("kind", [ByPath, ByDirectory, pytest.param(ByKeywords, marks=FULL)])
+@pytest.mark.parametrize("kind", full_but([ByDirectory], [ByPath, ByDirectory, ByKeywords]))
 def test_save_pretrained_of_a_subclass_is_called_at_each_save(kind, tmp_path):
     logged = []
 

@@ -97,6 +97,7 @@ def test_a_run_has_the_bits_of_fit_and_of_single_steps():
     assert equal(trainer.state.params, by_epoch.state.params)
 
 
+@pytest.mark.full
 @shows(
     "qurious",
     "Best practices, common issues, contributing",
@@ -186,6 +187,7 @@ def test_padding_has_no_weight():
         np.testing.assert_allclose(leaf, other, atol=1e-5)
 
 
+@pytest.mark.full
 def test_metrics_of_the_loss_function_are_exact_too():
     def loss_fn(outputs, targets):
         return nll(outputs, targets), {"accuracy": outputs.argmax(-1) == targets}
@@ -255,6 +257,7 @@ def test_an_equinox_module_is_a_model():
     assert not equal(trainer.model.mlp.layers[0].weight, mlp.layers[0].weight)
 
 
+@pytest.mark.full
 @shows(
     "qurious",
     "Constructor",
@@ -591,7 +594,10 @@ def test_batches_of_stepfold_continue_with_the_next_epoch(wrap):
     "Best practices, common issues, contributing",
     {"checkpoints": "`save_dir`; a run that fails resumes from it with the same bits"},
 )
-@pytest.mark.parametrize("batches", [lambda: BATCHES, lambda: dicts(TRAIN, seed=0)])
+@pytest.mark.parametrize(
+    "batches",
+    [pytest.param(lambda: BATCHES, marks=pytest.mark.full), lambda: dicts(TRAIN, seed=0)],
+)
 @pytest.mark.parametrize("fails_at", full_but([4], [2, 4, 7]))
 def test_a_run_that_fails_resumes_with_the_same_bits(tmp_path, batches, fails_at):
     class Fails(Trainer):
@@ -719,6 +725,7 @@ def test_a_nan_ends_the_run_with_a_warning():
     assert isinstance(trainer.result.capsule, sf.Capsule)
 
 
+@pytest.mark.full
 @shows(
     "qurious",
     "Methods",
@@ -809,6 +816,7 @@ def test_settings_of_the_optimizer(config):
     assert trainer.config is config
 
 
+@pytest.mark.full
 @shows(
     "qurious",
     "Constructor",

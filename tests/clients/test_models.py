@@ -10,7 +10,7 @@ MODELS = {
     "flax nnx": models.of_nnx,
     "equinox": pytest.param(models.of_equinox, marks=pytest.mark.full),
     "haiku": pytest.param(models.of_haiku, marks=pytest.mark.full),
-    "no library": models.of_no_library,
+    "no library": pytest.param(models.of_no_library, marks=pytest.mark.full),
 }
 
 

@@ -5,7 +5,6 @@ import numpy as np
 import optax
 import pytest
 from tests.laws.network import bits
-from tests.small import full_but
 
 import stepfold as sf
 
@@ -73,7 +72,8 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", full_but(["adafactor"], OPTIMIZERS))
+@pytest.mark.full
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_learns_and_resumes_bit_for_bit(name, tmp_path):
     assert loss_of(trained(OPTIMIZERS[name], tmp_path).params) < 0.8
 

@@ -178,6 +178,7 @@ def test_a_pretrained_model(tmp_path):
     np.testing.assert_array_equal(trainer.model.params["out"], new_weights(1)["out"])
 
 
+@pytest.mark.full
 @shows(
     "Hezar",
     "Datasets and models",

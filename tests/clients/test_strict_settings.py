@@ -332,6 +332,7 @@ def test_tools_around_a_run(strict, tmp_path):
     assert "mean" in sf.parameter_table(state.params, stats=True).lower()
 
 
+@pytest.mark.full
 def test_the_trainer(strict, tmp_path):
     arguments = TrainingArguments(
         total_batch_size=16,

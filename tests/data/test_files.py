@@ -369,6 +369,7 @@ def test_a_source_that_is_left_at_the_end_of_a_program_causes_no_message(tmp_pat
     assert (done.returncode, done.stdout, done.stderr) == (0, "b\n", "")
 
 
+@pytest.mark.full
 def test_workers_mixtures_and_packing_take_it(tmp_path):
     ids = lambda text: np.frombuffer(text.encode(), np.uint8)
     make = lambda name, count: sf.files(

@@ -204,6 +204,7 @@ def test_integers_that_jax_would_wrap_around_are_warned_of_once():
 # With processes
 
 
+@pytest.mark.full
 def test_other_processes_make_the_same_batches_and_go_on_from_any_position():
     want = bits(take(make(3000), 12))
     with sf.workers(make(3000), 2) as stream:
@@ -380,6 +381,7 @@ def test_a_stream_is_read_here_and_transformed_there():
         assert bits(resumed) == want[3:]
 
 
+@pytest.mark.full
 def test_a_run_resumes_with_another_number_of_workers_bit_for_bit(tmp_path):
     tx = optax.sgd(0.01)
     loss = lambda params, batch, key: sf.mean(

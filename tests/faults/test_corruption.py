@@ -181,6 +181,7 @@ def test_damage_to_each_file(saved, damaged, count):
         print(*(str(file) for file in found if not found[file]), sep="\n")
 
 
+@pytest.mark.full
 def test_damage_drawn_by_chance(saved, damaged, count):
     chance, found = random.Random(1), []
     for _ in range(count(10, 60)):

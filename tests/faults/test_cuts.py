@@ -199,7 +199,7 @@ SIGNALLED = {  # when, and the first and last step that the run may end at
 }
 
 
-USUAL = ("while a batch is made", "in a call of several steps")
+USUAL = ("while a batch is made",)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def test_our_deletion_interrupted_at_each_file(saved, tmp_path, count):
     print(f"{number} interruptions of our own deletion")
 
 
+@pytest.mark.full
 def test_a_deletion_by_others_interrupted_after_each_file(saved, tmp_path, count):
     files = sorted(path.relative_to(saved) for path in (saved / "2").rglob("*") if path.is_file())
     shuffled = random.Random(0).sample(files, len(files))

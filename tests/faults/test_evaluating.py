@@ -64,7 +64,8 @@ def whole(forks, tmp_path_factory):
     return json.loads(end.output)
 
 
-@pytest.mark.parametrize("store", ["directory", pytest.param("s3", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("store", ["directory", "s3"])
 def test_kills_of_either_side_leave_the_history_of_a_run_that_evaluates_itself(
     forks, request, whole, store, tmp_path, count, monkeypatch
 ):

@@ -97,7 +97,8 @@ def stopped(forks, runs, options, place):
     return copies
 
 
-@pytest.mark.parametrize("is_temporary", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("is_temporary", [False, True])
 def test_kills_at_random_times(alone, whole, request, is_temporary, tmp_path, count):
     """Kill runs with checkpoints in one directory, or with temporary ones in a second."""
     chance, lost = random.Random(is_temporary), []

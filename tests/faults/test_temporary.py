@@ -146,7 +146,8 @@ def test_without_the_local_disk_a_run_goes_on_from_the_durable_step(tmp_path):
     assert course.told(result) == course.whole()
 
 
-@pytest.mark.parametrize("how", ["deleted", full("renamed")])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["deleted", "renamed"])
 def test_a_run_in_a_new_directory_of_the_name_starts_over(tmp_path, how):
     folder, local = tmp_path / "run", sf.Temporary(tmp_path / "local", every=2)
     make = lambda: sf.Checkpoints(every=12, keep=None, temporary=local)

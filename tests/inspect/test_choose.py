@@ -52,6 +52,7 @@ def peak(**options):
     return sf.describe(compiled(**options), SHAPE, BATCH).memory.peak
 
 
+@pytest.mark.full
 def test_the_cheapest_is_the_one_with_the_fewest_flops_that_fits():
     """Rematerialization costs FLOPs; among equals the one with less memory is cheaper."""
     assert peak(**SPLIT) < peak()
@@ -222,6 +223,7 @@ def test_the_policy_that_fits_is_chosen_from_a_table_of_all():
     assert last == "the cheapest that fits: nothing_saveable"
 
 
+@pytest.mark.full
 def test_a_function_of_devices_makes_the_plan_for_each_policy():
     def build(devices, remat):
         plan = sf.make_sharding(SHAPE, sf.make_mesh(devices=devices))

@@ -141,7 +141,9 @@ def test_what_is_cut_unevenly_is_what_a_share_is():
 # In the memory of the host
 
 
-@pytest.mark.parametrize("dims", [None, (1, 8, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [pytest.param(None, marks=pytest.mark.full), (1, 8, 1, 1)], ids=str
+)
 def test_what_is_on_the_host_is_apart(dims):
     shape = jax.eval_shape(lambda: sf.init_state(init, TX, jax.random.key(0)))
     mesh = sf.make_mesh(dims) if dims else sf.make_mesh(devices=jax.devices()[:1])

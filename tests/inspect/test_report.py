@@ -421,7 +421,7 @@ def compiled(dims=None, step=AFFINE, build=init_affine, tx=TX, **options):
     ("dims", "options"),
     [
         (None, {}),
-        ((8, 1, 1, 1), {"accumulate": 2}),
+        pytest.param((8, 1, 1, 1), {"accumulate": 2}, marks=pytest.mark.full),
         ((2, 4, 1, 1), {"precision": "bf16", "skip_nonfinite": True, "remat": True}),
     ],
     ids=str,

@@ -59,6 +59,7 @@ def by_hand(options):
     return state
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", full_but(["one device"], SETTINGS))
 def test_a_run_comes_to_the_same_bits_whoever_holds_it(name):
     options = OPTIONS | SETTINGS[name]

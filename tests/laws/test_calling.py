@@ -42,6 +42,7 @@ def step_of(name):
     return sf.make_train_step(network.stateful_loss, optimizer(), stateful=True, **VARIANTS[name])
 
 
+@pytest.mark.full
 @each_variant
 def test_a_scan_of_steps_equals_the_steps_bit_for_bit(name):
     step, batches = step_of(name), [network.batch(seed) for seed in range(5)]

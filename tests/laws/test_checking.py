@@ -200,6 +200,7 @@ def test_what_depends_on_the_batch_alone_runs_twice_as_well():
 # The state and the metrics are the step's own
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("devices", "options"),
     [

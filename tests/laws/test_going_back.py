@@ -133,6 +133,7 @@ def test_checkpoints_in_a_bucket_are_left_too(tmp_path, skipping):
     assert [entry["to"] for entry in entries] == [18, 36]
 
 
+@pytest.mark.full
 def test_a_nan_is_skipped(tmp_path, skipping):
     run = fit(batches([23, 24], np.nan), tmp_path, sf.roll_back_on_nonfinite(skip=2))
     check(run, tmp_path, skipping((23, 25)))
@@ -189,7 +190,7 @@ def test_an_evaluation_at_the_end_may_let_the_run_go_back(tmp_path):
 
 
 @MOMENTS
-@pytest.mark.parametrize("is_signal", [True, False])
+@pytest.mark.parametrize("is_signal", [pytest.param(True, marks=pytest.mark.full), False])
 def test_a_signal_or_an_exception_while_a_run_goes_back_loses_nothing(
     tmp_path, skipping, monkeypatch, at, is_signal
 ):

@@ -80,7 +80,7 @@ def is_weak(leaf):
 def test_no_state_is_that_of_an_earlier_program(count):
     rng = random.Random(0)
     draw = {name: rng.choice(values) for name, values in CHOICES.items()}
-    for _ in range(count(5, 600)):
+    for _ in range(count(3, 600)):
         changed = rng.choice([*CHOICES])  # one thing at a time, so that programs are almost equal
         draw |= {changed: rng.choice(CHOICES[changed])}
         got, want = initialize(draw, apart=False), initialize(draw, apart=True)

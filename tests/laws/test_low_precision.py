@@ -214,7 +214,7 @@ def check_meshes():
 LAWS = [
     *(check_mean, check_independence, check_exactness),
     *(check_one_step, check_no_stall, check_parameters, check_addition),
-    check_meshes,
+    pytest.param(check_meshes, marks=pytest.mark.full),
 ]
 
 
@@ -332,7 +332,8 @@ MUTANTS = [
     *((of_eight_bits, law) for law in (check_mean, check_no_stall)),
     *((same_at_each_update, law) for law in (check_mean, check_independence)),
     *((same_in_each_leaf, check_independence), (same_in_each_row, check_independence)),
-    *((shifted_by_the_update, check_independence), (of_the_shard, check_meshes)),
+    (shifted_by_the_update, check_independence),
+    pytest.param(of_the_shard, check_meshes, marks=pytest.mark.full),
 ]
 
 

@@ -124,6 +124,7 @@ def test_norms_are_those_of_the_whole_batch(layout, options):
     check(CLIPPED, layout, **options)
 
 
+@pytest.mark.full
 def test_updates_of_frozen_parameters_are_zero():
     tx = frozen(optax.sgd(0.1))
     check(tx, "one")

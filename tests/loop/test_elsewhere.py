@@ -229,6 +229,7 @@ def test_no_warning_comes_if_the_ranking_metric_is_elsewhere(tmp_path):
     assert checkpoints.open(tmp_path / "checkpoints").best_step() == 2
 
 
+@pytest.mark.full
 def test_a_result_counts_after_its_checkpoint_was_deleted_and_the_run_went_back(tmp_path):
     """The checkpoint that the run goes back to is older than the look for the result."""
     hook, left = At(tmp_path, [7]), [9]

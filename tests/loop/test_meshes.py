@@ -78,7 +78,10 @@ def one_device():
 
 kinds = pytest.mark.parametrize(
     ("mesh", "plan", "loss"),
-    [(AUTO, AUTO_PLAN, loss_fn), (EXPLICIT, EXPLICIT_PLAN, explicit_loss)],
+    [
+        pytest.param(AUTO, AUTO_PLAN, loss_fn, marks=pytest.mark.full),
+        (EXPLICIT, EXPLICIT_PLAN, explicit_loss),
+    ],
     ids=["Auto", "Explicit"],
 )
 

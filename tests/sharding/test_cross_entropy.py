@@ -96,12 +96,13 @@ def test_the_scan_for_the_weights_sends_nothing_of_the_loss():
     assert counts(parts, "reduce-scatter") == 4 * counts(whole, "reduce-scatter") == 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "grad"),
     [
         ("fsdp 8", sf.reduce_once),
-        pytest.param("fsdp 4 x tp 2", sf.reduce_once, marks=pytest.mark.full),
-        pytest.param("fsdp 8", sf.ordered, marks=pytest.mark.full),
+        ("fsdp 4 x tp 2", sf.reduce_once),
+        ("fsdp 8", sf.ordered),
     ],
 )
 def test_it_runs_where_axes_are_mapped_already(layout, grad):

@@ -12,7 +12,7 @@ import pytest
 from clu import metrics as clu_metrics
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.small import full_but, ones
+from tests.small import ones
 
 import stepfold as sf
 from stepfold.inspect.collectives import collectives, parse, walk
@@ -136,11 +136,12 @@ def uniform(params, batch, key):
     return params["in"].sum(), {"drawn": drawn.from_model_output(u=jax.random.uniform(key, (1,)))}
 
 
+@pytest.mark.full
 @numeric
 @ignores_mask
 @pytest.mark.parametrize(
     ("dims", "devices", "n"),
-    full_but([((2, 2, 2, 1), 4, 4)], [((8, 1, 1, 1), 8, 1), ((2, 2, 2, 1), 4, 4)]),
+    [((8, 1, 1, 1), 8, 1), ((2, 2, 2, 1), 4, 4)],
 )
 def test_every_device_and_microbatch_has_a_key_of_its_own(dims, devices, n):
     state, _, batch, step, _ = made(dims, optax.sgd(0.1), uniform, accumulate=n)

@@ -42,6 +42,7 @@ def rows_of(folder):
     return [(step, json.loads(row)) for step, row in rows], [json.loads(c) for (c,) in configs]
 
 
+@pytest.mark.full
 def test_a_run_holds_what_was_written(tmp_path):
     run(
         tmp_path,

@@ -6,7 +6,6 @@ import time
 
 import numpy as np
 import pytest
-from wandb.proto.wandb_internal_pb2 import Record
 
 import stepfold as sf
 from stepfold.loop.writers.combinators import async_writer
@@ -17,6 +16,8 @@ BLOCK = 32768
 
 def records(folder):
     """Read the file of an offline run: a header of 7 bytes, and then leveldb's log format."""
+    from wandb.proto.wandb_internal_pb2 import Record  # takes seconds, in each worker that collects
+
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     data, at, parts = path.read_bytes(), 7, []
     assert data[:4] == b":W&B"
