@@ -28,13 +28,10 @@ def load(name):
 pages, generated = load("pages"), load("generated")
 
 PAGES = [str(page.relative_to(GUIDE)) for page in pages.all_pages()]
-# Those that run by default. The others run with --full, and `.ci/run` always runs all.
-DEFAULT = {"tutorials/first-run.md"}
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.full] * (page not in DEFAULT)) for page in PAGES]
-)
+@pytest.mark.full  # `.ci/run` always runs all
+@pytest.mark.parametrize("page", PAGES)
 def test_page_runs_and_prints_what_it_shows(page, program_server, tmp_path):
     program_server.run([GUIDE / "pages.py", str(GUIDE / page)], cwd=tmp_path)
 

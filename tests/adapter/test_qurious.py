@@ -693,6 +693,7 @@ def test_checkpoints_are_folders_named_by_their_steps(tmp_path):
     assert all((tmp_path / name).is_dir() for name in ("8", "16", "24"))
 
 
+@pytest.mark.full
 @shows(
     "qurious",
     "Methods",
@@ -709,6 +710,7 @@ def test_a_train_metric_may_stop_too():
         trainer.train(BATCHES, 9, best_model_metric="train_score")
 
 
+@pytest.mark.full
 @shows(
     "qurious",
     "Best practices, common issues, contributing",
@@ -757,6 +759,7 @@ def test_a_trainer_that_has_another_state_does_not_resume(tmp_path):
         other.train(BATCHES, 3, save_dir=tmp_path)
 
 
+@pytest.mark.full
 @shows("qurious", "Methods", {"`num_epochs`": "the same; a second call does as many more"})
 def test_the_epochs_of_a_run_count_from_the_state_of_the_trainer(tmp_path):
     trainer = made()

@@ -161,7 +161,7 @@ def test_the_compiled_init_under_a_plan_holds_a_share_on_each_device(key):
 @pytest.mark.parametrize(
     "where",
     full_but(
-        ["one device", "function under a plan"],
+        ["function under a plan"],
         ["one device", "key on a mesh", "function under a plan"],
     ),
 )

@@ -261,7 +261,9 @@ def test_a_loss_that_is_not_finite_is_skipped_though_its_gradients_are():
     chex.assert_trees_all_equal(after.params, state.params)
 
 
-@pytest.mark.parametrize("wrap", [lambda tx: tx, sf.dynamic_loss_scale])
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(lambda tx: tx, marks=pytest.mark.full), sf.dynamic_loss_scale]
+)
 def test_an_update_that_is_not_finite_is_skipped_though_its_gradients_are(wrap):
     rate = lambda count: jnp.where(count == 1, jnp.nan, 0.1)
     state, step = make(tx=wrap(sf.ema_params(optax.sgd(rate), 0.9)), skip_nonfinite=True)

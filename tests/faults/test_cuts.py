@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from tests.laws import course, network
+from tests.small import full_but
 
 import stepfold as sf
 from stepfold.checkpoint.store import DirectoryStore
@@ -273,7 +274,7 @@ WAITING = {  # what waits, and the step from which the run is resumed at the ear
 
 
 @both
-@pytest.mark.parametrize("what", WAITING)
+@pytest.mark.parametrize("what", full_but(["data"], WAITING))
 def test_a_signal_breaks_off_waiting(name, what, tmp_path):
     (make, step), waits = WAITING[what], Waits(name)
     with pytest.raises(SIGNALS[name][0]):

@@ -228,7 +228,9 @@ def chained():
     ("wrap", "options"),
     [
         pytest.param(lambda tx: tx, {}, marks=pytest.mark.full),
-        (lambda tx: tx, {"accumulate": 4, "skip_nonfinite": True}),
+        pytest.param(
+            lambda tx: tx, {"accumulate": 4, "skip_nonfinite": True}, marks=pytest.mark.full
+        ),
         (sf.dynamic_loss_scale, {"accumulate": 2}),
         pytest.param(lambda tx: optax.chain(optax.clip(1.0), tx), {}, marks=pytest.mark.full),
     ],

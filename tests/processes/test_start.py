@@ -167,6 +167,7 @@ def ends_by_a_signal(start, who):
         print(error, error.dead)
 
 
+@pytest.mark.full
 def test_the_others_learn_of_an_elastic_process_that_a_signal_ends():
     """jax's own handler of SIGTERM would only note it."""
     first, second = launch.ends_of_processes(ends_by_a_signal, 2, args=(1,))
@@ -187,6 +188,7 @@ def leaves_with_an_error(start):
         print(error)
 
 
+@pytest.mark.full
 def test_an_elastic_process_that_leaves_tells_the_others_why():
     first, second = launch.run_processes(leaves_with_an_error, 2)
     assert first == "process 1 raised ValueError: no more\n"

@@ -119,6 +119,7 @@ def gives_rows(start, rows, late=0, timeout=None):
         print(type(error).__name__, error)
 
 
+@pytest.mark.full
 def test_other_rows_are_refused_in_every_process():
     outputs = launch.run_processes(gives_rows, args=(([4], [6]),))
     words = "expected the same number of rows in every process, got [4, 6]; drop or pad the last"

@@ -203,6 +203,7 @@ def test_gradients_of_bf16_parameters_add_up_in_float32_over_devices(key):
     assert np.abs(np.asarray(grads, np.float32) - want).max() < half_ulp
 
 
+@pytest.mark.full
 @numeric
 def test_a_bad_row_on_one_device_skips_the_step_on_all():
     state, _, batch, step, _ = made(
