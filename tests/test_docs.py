@@ -16,7 +16,8 @@ from stepfold.adapter import hezar, qurious
 
 ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+# What the examples print does not depend on optimizations.
+pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.not_optimized]
 MODULES = [module.name for module in pkgutil.walk_packages(stepfold.__path__, "stepfold.")]
 
 SLOW = {  # whose examples compile most

@@ -96,7 +96,8 @@ def test_epochs_end_earlier_once_batches_are_skipped(tmp_path, kind):
     assert len(trainer.epoch_history["train_loss"]) == 3
 
 
-@pytest.mark.parametrize("is_own", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("is_own", [False, True])
 def test_the_position_of_save_pretrained_leaves_out_what_the_run_has_skipped(tmp_path, is_own):
     class Own(Trainer):
         def configure_dataloaders(self):

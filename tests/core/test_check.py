@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.small import ones
+from tests.small import full_but, ones
 
 import stepfold as sf
 from stepfold.core.check import _hash
@@ -59,7 +59,13 @@ def test_a_hand_made_state_and_a_weak_result_are_taken():
 
 @pytest.mark.parametrize(
     "dtype",
-    ["bool", "int4", "int8", "uint16", "int32", "float8_e5m2", "float16", "bfloat16", "complex64"],
+    full_but(
+        ["bool", "int4", "float8_e5m2", "bfloat16", "complex64"],
+        [
+            *("bool", "int4", "int8", "uint16", "int32"),
+            *("float8_e5m2", "float16", "bfloat16", "complex64"),
+        ],
+    ),
 )
 def test_every_dtype_has_a_hash_that_any_element_changes(dtype):
     zeros = np.zeros((3, 4), jnp.dtype(dtype))

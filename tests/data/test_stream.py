@@ -107,7 +107,7 @@ STREAMS = {make.__name__: make for make in (grains, loader, faces)}
 @pytest.mark.parametrize(
     ("name", "remainder"),
     full_but(
-        [("grains", "keep"), ("loader", "pad"), ("faces", "drop")],
+        [("grains", "keep"), ("faces", "drop")],
         itertools.product(STREAMS, ("drop", "pad", "keep")),
     ),
 )

@@ -144,6 +144,7 @@ def test_an_error_of_the_step_on_the_device(tmp_path):
 # Stops
 
 
+@pytest.mark.full
 def test_a_time_limit_again_and_again(tmp_path):
     reached = 0
     for _ in range(3):

@@ -52,7 +52,6 @@ def peak(**options):
     return sf.describe(compiled(**options), SHAPE, BATCH).memory.peak
 
 
-@pytest.mark.full
 def test_the_cheapest_is_the_one_with_the_fewest_flops_that_fits():
     """Rematerialization costs FLOPs; among equals the one with less memory is cheaper."""
     assert peak(**SPLIT) < peak()
@@ -206,6 +205,7 @@ def make_remat(remat, names=("hidden",)):
 NOTHING = {"remat": jax.checkpoint_policies.nothing_saveable}
 
 
+@pytest.mark.full
 def test_the_policy_that_fits_is_chosen_from_a_table_of_all():
     choice = sf.choose_remat(make_remat, SHAPE, BATCH, limit=6 * 2**20)
     assert choice.arguments == NOTHING

@@ -180,6 +180,7 @@ def test_gradients_of_examples_are_averaged():
         assert found[name] == pytest.approx(expected[name], rel=1e-4)
 
 
+@pytest.mark.full
 def test_a_skipped_step_does_not_count():
     step = jax.jit(sf.make_train_step(loss_fn, CLIPPED, norms=PATTERN, skip_nonfinite=True))
     state, good = step(new_state(CLIPPED), BATCH)

@@ -104,7 +104,8 @@ def test_the_rows_and_the_line_are_found(tmp_path, fault):
     assert line_of(loss, comment) in replayed.where
 
 
-@pytest.mark.parametrize("at", full_but([1], [1, 7, 8, 10]))
+@pytest.mark.full
+@pytest.mark.parametrize("at", [1, 7, 8, 10])
 def test_at_any_distance_from_the_checkpoint_and_without_one(tmp_path, at):
     batches = planted(0.0, at, (3,))
     step, result = run(logarithm, batches(), tmp_path)
@@ -144,6 +145,7 @@ def test_after_a_resume(tmp_path):
     check(sf.replay(result.capsule, step), result, 10, (1,))
 
 
+@pytest.mark.full
 def test_over_a_step_that_was_skipped():
     """The zero in step 3 is skipped; in step 8 the loss is finite, and another metric is not."""
 
