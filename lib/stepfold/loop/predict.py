@@ -4,7 +4,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -85,10 +84,19 @@ def predict(
     shard_rows = read_integer("shard_rows", shard_rows)
     check_not_donated(state)
     check_end("predict", batches)
-    outputs = _Outputs(call, state, _Feed(batches, mesh_of(state)))
+    feed = _Feed(batches, mesh_of(state))
     if to is None:
-        return _joined([*outputs.after()])
-    return _write(outputs, to, shard_rows)
+        return _joined([*_outputs(call, state, feed)])
+    count = 1 if feed.mesh is None else len({d.process_index for d in feed.mesh.devices.flat})
+    if count < jax.process_count():
+        expected = f"a state on a mesh of all {jax.process_count()} processes, for one folder"
+        advice = "shard it by sf.make_sharding and sf.place, or leave out to="
+        refuse("to", expected, f"one of {count}", advice)
+    with PredictionFiles.opened(to, shard_rows) as files:
+        files.check(fingerprint(state), feed.identity())
+        for part in _outputs(call, state, feed, files.rows, is_complete=files.is_complete):
+            files.add(part)
+        return files.finish()
 
 
 def _joined(parts: list[Any]) -> Any:
@@ -102,20 +110,6 @@ def _joined(parts: list[Any]) -> Any:
         for leaves in rows:
             leaves[index] = None
     return jax.tree.unflatten(structure, joined)
-
-
-def _write(outputs: "_Outputs", to: Any, shard_rows: int) -> list[Path]:
-    feed = outputs.feed
-    count = 1 if feed.mesh is None else len({d.process_index for d in feed.mesh.devices.flat})
-    if count < jax.process_count():
-        expected = f"a state on a mesh of all {jax.process_count()} processes, for one folder"
-        advice = "shard it by sf.make_sharding and sf.place, or leave out to="
-        refuse("to", expected, f"one of {count}", advice)
-    with PredictionFiles.opened(to, shard_rows) as files:
-        files.check(fingerprint(outputs.state), feed.identity())
-        for part in outputs.after(files.rows, is_complete=files.is_complete):
-            files.add(part)
-        return files.finish()
 
 
 class _Feed:
@@ -215,66 +209,68 @@ class _Pending(NamedTuple):
         return jax.tree.map(lambda leaf: np.asarray(leaf)[rows], outputs)
 
 
-class _Outputs:
-    """The outputs of a step for the batches of a feed."""
+def _outputs(
+    call: Callable[[Any, Any], Any],
+    state: Any,
+    feed: _Feed,
+    done: int = 0,
+    *,
+    is_complete: bool = False,
+) -> Iterator[Any]:
+    """Yield the outputs of the rows after those that are done; none must be left if complete.
 
-    def __init__(self, call: Callable[[Any, Any], Any], state: Any, feed: _Feed) -> None:
-        self._call, self.state, self.feed = call, state, feed
-        self._copy: Callable[[Any], Any] | None = None
-        if feed.mesh is not None and feed.mesh.is_multi_process:
-            everywhere = NamedSharding(feed.mesh, PartitionSpec())
-            self._copy = jax.jit(lambda arrays: arrays, out_shardings=everywhere)
+    Batches of which all rows are done are not computed.
+    """
+    fetch = _make_fetch(feed.mesh)
+    skip, pending, form = feed.seek(done), None, None
+    try:
+        for batch, count in feed:
+            rows = rows_of(batch)
+            mask: Any = None
+            if count is None and feed.pads and isinstance(batch, Mapping):
+                mask = batch.get("mask")
+                mask = mask if np.shape(mask)[:1] == (rows,) else None
+            if skip or is_complete:
+                real = rows if count is None else count
+                if mask is not None:
+                    real = int(_is_real(jax.device_get(fetch(mask))).sum())
+                if real <= skip:
+                    skip -= real
+                    continue
+                if is_complete:
+                    _refuse_rows(done, "more")
+            outputs = call(state, batch)
+            form = _check_form(outputs, rows, form)
+            order = _data_order(batch, rows)
+            outputs, mask = fetch((outputs, mask))
+            started = _Pending(outputs, mask, order, count, skip)
+            skip = 0
+            if pending is not None:
+                yield pending.read()
+            pending = started
+    except DataError:
+        jax.block_until_ready(pending)  # as in `evaluate`
+        raise
+    if skip:
+        _refuse_rows(done, f"{done - skip}")
+    if pending is not None:
+        yield pending.read()
 
-    def after(self, done: int = 0, *, is_complete: bool = False) -> Iterator[Any]:
-        """Yield the outputs of the rows after those that are done; none must be left if complete.
 
-        Batches of which all rows are done are not computed.
-        """
-        skip, pending, form = self.feed.seek(done), None, None
-        try:
-            for batch, count in self.feed:
-                rows = rows_of(batch)
-                mask = self._mask(batch, rows) if count is None and self.feed.pads else None
-                if skip or is_complete:
-                    real = self._count(mask, count, rows)
-                    if real <= skip:
-                        skip -= real
-                        continue
-                    if is_complete:
-                        _refuse_rows(done, "more")
-                outputs = self._call(self.state, batch)
-                form = _check_form(outputs, rows, form)
-                order = _data_order(batch, rows)
-                outputs, mask = self._start((outputs, mask))
-                started = _Pending(outputs, mask, order, count, skip)
-                skip = 0
-                if pending is not None:
-                    yield pending.read()
-                pending = started
-        except DataError:
-            jax.block_until_ready(pending)  # as in `evaluate`
-            raise
-        if skip:
-            _refuse_rows(done, f"{done - skip}")
-        if pending is not None:
-            yield pending.read()
+def _make_fetch(mesh: Mesh | None) -> Callable[[Any], Any]:
+    """Return a function that starts to copy arrays to the host, from all processes."""
+    copy = None
+    if mesh is not None and mesh.is_multi_process:
+        copy = jax.jit(lambda arrays: arrays, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-    def _mask(self, batch: Any, rows: int) -> Any:
-        mask: Any = batch.get("mask") if isinstance(batch, Mapping) else None
-        return mask if np.ndim(mask) and np.shape(mask)[0] == rows else None
-
-    def _count(self, mask: Any, count: int | None, rows: int) -> int:
-        if mask is None:
-            return rows if count is None else count
-        return int(_is_real(jax.device_get(self._start(mask))).sum())
-
-    def _start(self, arrays: Any) -> Any:
-        """Start to copy arrays to the host, from all processes."""
-        arrays = arrays if self._copy is None else self._copy(arrays)
+    def fetch(arrays: Any) -> Any:
+        arrays = arrays if copy is None else copy(arrays)
         for leaf in jax.tree.leaves(arrays):
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()
         return arrays
+
+    return fetch
 
 
 def _refuse_rows(done: int, got: str) -> NoReturn:

@@ -22,7 +22,7 @@ from stepfold.errors import CheckpointError, refuse
 from stepfold.loop.json_files import has_form, read_json
 
 _INDEX = "predictions.json"
-_SHARD = re.compile(r"rows-(\d{12})-(\d{12})\.npz")
+_SHARD = re.compile(r"rows-\d{12}-\d{12}\.npz")
 _PART = ".part"  # ends the names of incomplete files
 
 
@@ -57,7 +57,7 @@ class PredictionFiles:
         self._buffer: list[dict[str, np.ndarray]] = []
         self._buffered = self.rows = 0
         self._index: dict[str, Any] = {}
-        self._names: list[str] = []
+        self._ranges: list[list[int]] = []  # of the rows of each file
         self.is_complete = self._is_checked = False
 
     @classmethod
@@ -71,10 +71,9 @@ class PredictionFiles:
                 if is_first:
                     stack.enter_context(_lock(files._path))
                     files._read()
-            found: list[Any] = [files._names, files.is_complete]
-            names, is_complete = broadcast_from_first(found)
-            files._names, files.is_complete = names, is_complete
-            files.rows = _range_of(names[-1])[1] if names else 0
+            found: list[Any] = [files._ranges, files.is_complete]
+            files._ranges, files.is_complete = broadcast_from_first(found)
+            files.rows = files._ranges[-1][1] if files._ranges else 0
             yield files
 
     def _read(self) -> None:
@@ -82,60 +81,52 @@ class PredictionFiles:
         with _converted_errors(self._path, "read"):
             for part in self._path.glob(f".*{_PART}"):
                 part.unlink()
-            self._names = sorted(name for name in os.listdir(self._path) if _SHARD.fullmatch(name))
+            files = sorted(name for name in os.listdir(self._path) if _SHARD.fullmatch(name))
             has_index = (self._path / _INDEX).exists()
-        self._check_names(has_index)
-        if has_index:
-            self._read_index()
-        if self._names:
-            self._check_last()
-
-    def _check_names(self, has_index: bool) -> None:
-        if self._names and not has_index:
-            got = f"{self._names[0]} without {_INDEX}"
+        if files and not has_index:
+            got = f"{files[0]} without {_INDEX}"
             refuse("to", "a folder of predict, or an empty one", got, "give another folder")
         row = 0
-        for name in self._names:
-            start, stop = _range_of(name)
+        for name in files:
+            start, stop = map(int, re.findall(r"\d+", name))
             if start != row:
                 expected, got = f"{self._path} to have row {row} before {name}", "none"
                 advice = "delete the files of later rows, which are then predicted again"
                 refuse("to", expected, got, advice, kind=CheckpointError)
+            self._ranges.append([start, stop])
             row = stop
+        if has_index:
+            self._read_index()
+            # The last files of complete ones may be deleted, to predict their rows again.
+            self.is_complete = self._index.get("rows") == row
+        if files:
+            self._check_last(self._path / files[-1], *self._ranges[-1])
 
     def _read_index(self) -> None:
         path = self._path / _INDEX
-        try:
-            index = read_json(path)
-            is_index = has_form(index, _FORM)
-        except ValueError:
-            is_index = False
-        except OSError as error:
-            _refuse_system(path, "read", error)
+        with _converted_errors(path, "read"):
+            try:
+                self._index = read_json(path)
+                is_index = has_form(self._index, _FORM)
+            except ValueError:
+                is_index = False
         if not is_index:
             advice = "delete the folder, or give another"
             refuse(path, "an index of predict", "another file", advice, kind=CheckpointError)
-        self._index = index
-        rows = _range_of(self._names[-1])[1] if self._names else 0
-        # The last files of complete ones may be deleted, to predict their rows again.
-        self.is_complete = index.get("rows") == rows
 
-    def _check_last(self) -> None:
+    def _check_last(self, path: Path, start: int, stop: int) -> None:
         """Read the last file, which a system that lost its power may have damaged."""
-        path = self._path / self._names[-1]
-        start, stop = _range_of(path.name)
         damage = ""
-        try:
-            # np.load leaves a damaged file open that it opens itself.
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                form = {name: _form_of(arrays[name]) for name in arrays.files}
-                counts = {len(arrays[name]) for name in arrays.files}
-            if form != self._index["outputs"] or counts != {stop - start}:
-                damage = "other arrays"
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            damage = f"a damaged file: {error}"
-        except OSError as error:
-            _refuse_system(path, "read", error)
+        with _converted_errors(path, "read"):
+            try:
+                # np.load leaves a damaged file open that it opens itself.
+                with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                    form = {name: _form_of(arrays[name]) for name in arrays.files}
+                    counts = {len(arrays[name]) for name in arrays.files}
+                if form != self._index["outputs"] or counts != {stop - start}:
+                    damage = "other arrays"
+            except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+                damage = f"a damaged file: {error}"
         if damage:
             advice = "delete it, and its rows are predicted again"
             refuse(path, f"{stop - start} rows", damage, advice, kind=CheckpointError)
@@ -199,10 +190,11 @@ class PredictionFiles:
             elif self._writes and self._index["rows"] != self.rows:
                 expected, got = f"{self._index['rows']} rows, as before", f"{self.rows}"
                 refuse("to", expected, got, "give another folder, or delete this one")
-        return [self._path / name for name in self._names]
+        return [self._path / _name(*each) for each in self._ranges]
 
     def _write(self, count: int) -> None:
-        name = f"rows-{self.rows:012}-{self.rows + count:012}.npz"
+        stop = self.rows + count
+        name = _name(self.rows, stop)
         with agreement(f"predict: {name} is not written"):
             if self._writes:
                 names = self._buffer[0]
@@ -210,8 +202,8 @@ class PredictionFiles:
                 self._buffer = [{name: array[count:] for name, array in joined.items()}]
                 head = {name: array[:count] for name, array in joined.items()}
                 _replace(self._path / name, lambda file: _write_arrays(file, head))
-        self._names.append(name)
-        self.rows += count
+        self._ranges.append([self.rows, stop])
+        self.rows = stop
         self._buffered -= count
 
     def _write_index(self) -> None:
@@ -228,10 +220,8 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _range_of(name: str) -> tuple[int, int]:
-    """Return the first row of a file, and the row after its last one."""
-    start, stop = re.findall(r"\d+", name)
-    return int(start), int(stop)
+def _name(start: int, stop: int) -> str:
+    return f"rows-{start:012}-{stop:012}.npz"
 
 
 def _form_of(array: np.ndarray) -> list[Any]:
@@ -272,16 +262,12 @@ def _write_arrays(file: BinaryIO, arrays: Mapping[str, np.ndarray]) -> None:
 def _converted_errors(path: Path, what: str) -> Iterator[None]:
     try:
         yield
+    except CheckpointError:
+        raise
     except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        _refuse_system(path, what, error)
-
-
-def _refuse_system(path: Path, what: str, error: OSError) -> Any:
-    advice = "make room or change the permission, and call predict again, which continues"
-    got = f"an error: {error.strerror or error}"
-    refuse(path, f"a file that can be {what}", got, advice, kind=CheckpointError, cause=error)
+        advice = "make room or change the permission, and call predict again, which continues"
+        got = f"an error: {error.strerror or error}"
+        refuse(path, f"a file that can be {what}", got, advice, kind=CheckpointError, cause=error)
 
 
 def fingerprint(arrays: Any) -> dict[str, int]:
