@@ -200,7 +200,8 @@ class Batches(BatchIterator):
         step: int,
     ) -> None:
         super().__init__(builder, epochs.sizes, shard, pipeline)
-        self._source, self._epochs, self._order, self._step = source, epochs, order, step
+        self._source: Source = source
+        self._epochs, self._order, self._step = epochs, order, step
         self._total = epochs.total
         self._changes: list[Any] = []  # of the weights of a mixture: pairs (example, weights)
         self._is_checked = False
@@ -343,10 +344,6 @@ class Batches(BatchIterator):
         step, _ = self._read_state(state, ", or make new ones with start={step}")
         self._change(state.get("weights", []))
         self._step = step
-
-    def _difference(self, name: str, saved: Any) -> str:
-        is_source = name == "source"
-        return self._source.difference(saved) if is_source else super()._difference(name, saved)
 
     def reweight(self, weights: Weights, step: int | None = None) -> None:
         """Change the weights of a mixture, from the batch of a step on, by default the next.

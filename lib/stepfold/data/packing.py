@@ -30,7 +30,7 @@ from stepfold.data.collate import (
     to_arrays,
 )
 from stepfold.data.order import Order
-from stepfold.data.sources import ENDLESS, SequenceSource, Source
+from stepfold.data.sources import ENDLESS, SequenceSource, Source, differences
 from stepfold.data.stream import Stream
 from stepfold.errors import DataError, refuse
 
@@ -147,13 +147,11 @@ class Packed:
     def _reset(self, epoch: int) -> None:
         self._epoch = epoch
         self._position: _Position | None = None  # of the next row; None if nothing was read
-        self._before = self._read_from = ""  # the reader before the last window, and the next
-        self._start = 0  # the index of the first example of the next window
-        self._skip = 0  # the rows of the next window that were returned before a resume
-        self._window = (0, 0)  # the first example and the number of rows of the last window
-        self._examples: list[Any] = []  # read, and not packed yet
-        self._ready: PackedRows = {}  # packed, the rows from `_next` on are not returned yet
-        self._next = 0
+        self._next = _Position("", 0, 0)  # of the first row to take from the next window
+        self._examples: list[Any] = []  # of the next window, read and not packed yet
+        self._window: PackedRows = {}  # the last window,
+        self._at = self._next  # and the position of the first of its rows that is not taken
+        self._parts: list[PackedRows] = []  # the rows that were taken for the next batch
         self._kinds: PackedRows | None = None
 
     def __iter__(self) -> Self:
@@ -161,49 +159,46 @@ class Packed:
 
     def __next__(self) -> dict[Any, Any]:
         rows = self._settings["rows"] or 1
-        while self._left() < rows and self._read_window():
-            pass
-        left = self._left()
-        if not left:
+        while (left := rows - sum(map(_count, self._parts))) and self._find_row():
+            start = self._at.row
+            stop = min(start + left, _count(self._window))
+            self._parts.append({path: array[start:stop] for path, array in self._window.items()})
+            self._at = self._at._replace(row=stop)
+        if not self._parts:
             raise StopIteration
-        stop = self._next + rows
-        batch = {path: array[self._next : stop] for path, array in self._ready.items()}
-        if left < rows:
-            batch = _join([batch, _padding_rows(batch, rows - left, self._packer.pad)])
-        self._next = min(stop, self._next + left)
-        # A batch is complete with a row of the last window, so all rows that are left are of it.
-        start, count = self._window
-        self._position = _Position(self._before, start, count - self._left())
+        if left:
+            self._parts.append(_padding_rows(self._parts[0], left, self._packer.pad))
+        batch, self._parts = _join(self._parts), []
+        self._position = self._at
         if self._settings["rows"] is None:
             batch = {path: array[0] for path, array in batch.items()}
         return tree.nested(batch)
 
-    def _left(self) -> int:
-        return len(self._ready["mask",]) - self._next if self._ready else 0
+    def _find_row(self) -> bool:
+        """Whether there is another row, in this window or a later one."""
+        while self._at.row == _count(self._window):
+            if not self._read_window():
+                return False
+        return True
 
     def _read_window(self) -> bool:
         """Read and pack the next window; return whether there is one."""
         if not self._examples:  # otherwise, the last call has failed
-            self._read_from = self._reader.position()
-            self._position = self._position or _Position(self._read_from, 0, 0)
+            self._next = self._next._replace(examples=self._reader.position())
+            self._position = self._position or self._next
         self._reader.fill(self._examples, self._settings["window"])
-        if not self._examples and not self._skip:
+        if not self._examples and not self._next.row:
             return False
-        start = self._start
+        start = self._next.start
         packed = self._packer.pack(self._examples, start) if self._examples else {}
-        count = len(packed["mask",]) if packed else 0
-        if self._skip > count:
-            expected = f"a window of at least {self._skip} rows from example {start} on"
+        if self._next.row > _count(packed):
+            expected = f"a window of at least {self._next.row} rows from example {start} on"
             advice = "give the examples that the position was saved with"
-            refuse("pack", expected, f"{count}", advice, kind=DataError)
+            refuse("pack", expected, f"{_count(packed)}", advice, kind=DataError)
         self._kinds = _check_kinds(packed, self._kinds, start)
-        parts = [{path: array[self._skip :] for path, array in packed.items()}]
-        if self._left():
-            rest = {path: array[self._next :] for path, array in self._ready.items()}
-            parts.insert(0, rest)
-        self._ready, self._next, self._skip = _join(parts), 0, 0
-        self._window, self._before = (start, count), self._read_from
-        self._start, self._examples = start + len(self._examples), []
+        self._window, self._at = packed, self._next
+        self._next = _Position("", start + len(self._examples), 0)
+        self._examples = []
         return True
 
     @property
@@ -239,14 +234,7 @@ class Packed:
             expected, got = "a state that get_state() of sf.pack gave", tree.describe_value(state)
             advice = "it was saved by another kind of iterator"
             refuse("pack", expected, got, advice, kind=DataError)
-        saved, now = state["settings"], self._settings
-        differing = [
-            f"{name} was {saved.get(name)!r} and is {now[name]!r}"
-            for name in now
-            if name != "source" and saved.get(name) != now[name]
-        ]
-        if text := self._reader.source.difference(saved.get("source")):
-            differing.append(text)
+        differing = differences(state["settings"], self._settings, self._reader.source)
         if differing:
             expected = "the settings that the position was saved with"
             refuse("pack", expected, "; ".join(differing), "pack as before", kind=DataError)
@@ -263,14 +251,15 @@ class Packed:
             return
         self._reader.restore(epoch, examples)
         self._reset(epoch)
-        self._position = _Position(json.dumps(examples), start, row)
-        self._start, self._skip = start, row
+        self._position = self._next = _Position(json.dumps(examples), start, row)
 
 
 class _Position(NamedTuple):
-    examples: str  # the position of the reader before a window, as JSON
+    """The position of a row."""
+
+    examples: str  # that of the reader before the window, as JSON
     start: int  # the index of the first example of the window
-    row: int  # the number of rows of the window that were returned
+    row: int  # in the window
 
 
 def block_diagonal_mask(segment_ids: Any, *, causal: bool = False) -> Any:
@@ -472,6 +461,10 @@ def _check_kinds(packed: PackedRows, seen: PackedRows | None, start: int) -> Pac
             advice = "give all examples the same keys, dtypes and shapes"
             refuse(locate(start, path), expected, now, advice, kind=DataError)
     return kinds
+
+
+def _count(rows: PackedRows) -> int:
+    return len(rows["mask",]) if rows else 0
 
 
 def _join(parts: list[PackedRows]) -> PackedRows:

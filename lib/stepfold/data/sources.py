@@ -62,6 +62,19 @@ class Source:
         return self.examples(slice(index % self.length, index % self.length + 1))[0]
 
 
+def differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], source: Source | None = None
+) -> list[str]:
+    """Describe how settings differ from saved ones; the source compares its fingerprint."""
+    texts = [
+        f"{name} was {saved.get(name)!r} and is {now.get(name)!r}"
+        for name in {**now, **saved}
+        if saved.get(name) != now.get(name) and (name != "source" or source is None)
+    ]
+    text = "" if source is None else source.difference(saved.get("source"))
+    return [*texts, text] if text else texts
+
+
 def row_list(rows: Rows) -> list[int]:
     """Convert a range or an array of indices to a list."""
     if isinstance(rows, slice):

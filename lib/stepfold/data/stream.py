@@ -11,7 +11,7 @@ from stepfold import tree
 from stepfold.core.validation import read_integer
 from stepfold.data.dtypes import warn_of_wrapped
 from stepfold.data.epochs import Shard, Sizes, Skips, refuse_size, size_at
-from stepfold.data.sources import check_examples
+from stepfold.data.sources import Source, check_examples, differences
 from stepfold.errors import DataError, refuse
 from stepfold.internals.datasets import has_shuffle_buffer
 
@@ -25,6 +25,8 @@ class BatchIterator:
 
     `pipeline` holds the settings that a saved position depends on, so that all others may change.
     """
+
+    _source: Source | None = None  # a stream is none
 
     def __init__(self, builder: Any, sizes: Sizes, shard: Shard, pipeline: dict[str, Any]) -> None:
         self._builder, self._sizes, self._shard = builder, sizes, shard
@@ -77,11 +79,6 @@ class BatchIterator:
         """Return the position and the pipeline's settings, serializable as JSON."""
         raise NotImplementedError
 
-    def _difference(self, name: str, saved: Any) -> str:
-        """Describe how a setting differs from that of a position; empty if it does not."""
-        now = self._pipeline.get(name)
-        return "" if saved == now else f"{name} was {saved!r} and is {now!r}"
-
     def _with_skips(self, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, "skipped": [list(pair) for pair in self._skips.ranges]}
 
@@ -96,9 +93,7 @@ class BatchIterator:
             expected = f"a state that get_state() of such batches gave, with {', '.join(current)}"
             advice = "it was saved by another kind of iterator"
             refuse("batches", expected, tree.describe_value(state), advice, kind=DataError)
-        saved, now = state["pipeline"], self._pipeline
-        differences = (self._difference(name, saved.get(name)) for name in {**now, **saved})
-        differing = [text for text in differences if text]
+        differing = differences(state["pipeline"], self._pipeline, self._source)
         if differing:
             got = f"others: {'; '.join(differing)}"
             advice = f"make them as they were{advice.format(step=state['step'])}"
