@@ -413,7 +413,7 @@ def test_a_run_resumes_with_another_number_of_workers_bit_for_bit(tmp_path):
 def test_workers_may_be_forked_or_started(count, may_fork):
     start = partial(WorkerPool, may_fork=may_fork)
     stream = sf.workers(make(3000, epochs=1, remainder="pad"), count)
-    stream._pool = start(stream._requests.maker(), count, 2)
+    stream._pool = start(stream._messages.maker(), count, 2)
     with stream:
         assert bits(stream) == bits(make(3000, epochs=1, remainder="pad"))
 
@@ -422,7 +422,7 @@ def test_workers_may_be_forked_or_started(count, may_fork):
 @linux
 def test_workers_that_were_started_are_replaced_too():
     stream = sf.workers(make(3000), 2)
-    stream._pool = WorkerPool(stream._requests.maker(), 2, 2, may_fork=False)
+    stream._pool = WorkerPool(stream._messages.maker(), 2, 2, may_fork=False)
     with stream:
         got = take(stream, 3)
         for _ in range(3):

@@ -116,11 +116,59 @@ def _check_batches(batches: Any) -> None:
     refuse("batches", "an iterable of batches", got, advice, kind=DataError)
 
 
+DEFAULTS = {"endless": False, "steps_per_epoch": None, "epoch_ends": None, "batch_sizes": ()}
+"""Attributes of batches, with their values if the batches lack them."""
+
+
+class ReadAhead:
+    """Base class of iterators that read batches ahead, and have the attributes of the batches.
+
+    Those in `_passed_on` do not depend on how far the batches are read. The others that batches may
+    have are methods here, with an underscore.
+    """
+
+    reuses_buffers = False
+    _passed_on: tuple[str, ...] = ()
+
+    def __init__(self, batches: Any, iterator: Any) -> None:
+        self._batches, self._iterator = batches, iterator
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name in DEFAULTS:
+            return getattr(self._batches, name, DEFAULTS[name])
+        if name in self._passed_on:
+            return getattr(self._iterator, name)
+        if name in ("get_state", "set_state", "without", "shared", "reweight") and hasattr(
+            self._iterator, name
+        ):
+            return getattr(self, f"_{name}")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+
 class _CannotResumeError(DataError, AttributeError):
     """A DataError that is also an AttributeError, so that `hasattr` returns False."""
 
 
-class Prefetch:
+class Prefetch(ReadAhead):
     """An iterator over prefetched batches, returned by `prefetch`.
 
     It is thread-safe: each batch goes to one of the threads that iterate. It has `get_state`,
@@ -132,10 +180,11 @@ class Prefetch:
     ([1, 2, 3], False)
     """
 
-    reuses_buffers = False
+    _passed_on = ("state_at", "skipped", "batch_index", "count_rows")
 
     def __init__(self, batches: Any, iterator: Any, place: Place | None, size: int) -> None:
-        self._batches, self._iterator, self._place, self._size = batches, iterator, place, size
+        super().__init__(batches, iterator)
+        self._place, self._size = place, size
         self._lock = threading.Lock()
         self._is_over = False
         self._state: bytes | None = None  # after the last batch returned; None if none was
@@ -144,9 +193,6 @@ class Prefetch:
         self._thread: threading.Thread | None = None
         self._placing: tuple[Any, ...] = ()  # the contexts of the thread that change its batches
         self._stop: Callable[[], object] = lambda: None
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Any:
         with self._lock:
@@ -194,34 +240,13 @@ class Prefetch:
             stacklevel=3,
         )
 
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __getattr__(self, name: str) -> Any:
-        if name in DEFAULTS:
-            return getattr(self._batches, name, DEFAULTS[name])
-        # Only of batches that are a function of the step, that can skip some, or can resume.
-        if name in ("state_at", "skipped", "batch_index", "count_rows"):
-            return getattr(self._iterator, name)
-        if name in ("get_state", "set_state", "without", "shared", "reweight") and hasattr(
-            self._iterator, name
-        ):
-            return getattr(self, f"_{name}")
-        if name in ("get_state", "set_state"):
+        if name in ("get_state", "set_state") and not hasattr(self._iterator, name):
             expected = "batches with get_state() and set_state(), to be resumed"
             got = tree.describe_value(self._batches)
             advice = "give sf.batches or an iterator of grain's"
             refuse("prefetch", expected, got, advice, kind=_CannotResumeError)
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return super().__getattr__(name)
 
     def close(self) -> None:
         """Stop the thread and drop prefetched batches; the iterator is then exhausted.
@@ -288,10 +313,6 @@ class Prefetch:
         """Stop the thread, and drop prefetched batches."""
         if self._thread is not None:
             self._set_state(self._get_state())
-
-
-DEFAULTS = {"endless": False, "steps_per_epoch": None, "epoch_ends": None, "batch_sizes": ()}
-"""Attributes of the batches, with their values if the batches lack them."""
 
 
 class _Item(NamedTuple):

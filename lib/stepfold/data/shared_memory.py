@@ -65,22 +65,35 @@ class Pickled(NamedTuple):
     data: bytes
     buffers: list[Any]
 
-    def write(self, memory: Memory) -> int:
-        """Write the value to the start of some memory; return the number of its parts."""
+    def write(self, memory: Memory) -> None:
+        """Write the value to the start of some memory."""
         parts = [np.frombuffer(part, np.uint8) for part in (self.data, *self.buffers)]
-        sizes = np.array([part.nbytes for part in parts], np.int64)
-        ranges = _ranges(sizes)
+        header = np.array([len(parts), *(part.nbytes for part in parts)], np.int64).view(np.uint8)
+        ranges = _ranges(header)
         target = memory.view(ranges[-1][1])
-        target[: sizes.nbytes] = sizes.view(np.uint8)
+        target[: header.nbytes] = header
         for part, (start, stop) in zip(parts, ranges, strict=True):
             target[start:stop] = part
-        return len(parts)
 
 
-def _ranges(sizes: Array) -> list[tuple[int, int]]:
-    """Return where each part is, the pickle and then the arrays; their sizes come before them."""
-    ranges, start = [], _aligned(sizes.nbytes)
-    for size in sizes.tolist():
+def read(memory: Memory) -> Array:
+    """Return the bytes of the value that was written to some memory."""
+    (count,) = memory.view(8).view(np.int64).tolist()
+    return memory.view(_ranges(memory.view(8 * (1 + count)))[-1][1])
+
+
+def load(root: Array) -> Any:
+    """Return the value in the bytes of `read`; its arrays are views of them."""
+    (start, stop), *ranges = _ranges(root)
+    buffers = [root[first:last] for first, last in ranges]
+    return pickle.loads(root[start:stop].tobytes(), buffers=buffers)
+
+
+def _ranges(root: Array) -> list[tuple[int, int]]:
+    """Return where the pickle and each array are; the bytes begin with their count and sizes."""
+    (count,) = root[:8].view(np.int64).tolist()
+    ranges, start = [], _aligned(8 * (1 + count))
+    for size in root[8 : 8 * (1 + count)].view(np.int64).tolist():
         ranges.append((start, start + size))
         start += _aligned(size)
     return ranges
@@ -88,19 +101,6 @@ def _ranges(sizes: Array) -> list[tuple[int, int]]:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def read(memory: Memory, count: int) -> Array:
-    """Return the bytes of a pickled value of `count` parts."""
-    sizes = memory.view(8 * count).view(np.int64)
-    return memory.view(_ranges(sizes)[-1][1])
-
-
-def load(root: Array, count: int) -> Any:
-    """Return the value in the bytes of `read`; its arrays are views of them."""
-    (start, stop), *ranges = _ranges(root[: 8 * count].view(np.int64))
-    buffers = [root[first:last] for first, last in ranges]
-    return pickle.loads(root[start:stop].tobytes(), buffers=buffers)
 
 
 def dump(value: Any) -> Pickled:

@@ -17,7 +17,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -31,19 +30,11 @@ from stepfold.data.shared_memory import Memory, dump, load, read
 NO_JAX = "none_in_workers"
 """A platform that jax does not know, so that it raises if a worker uses it."""
 
-# Messages are of one length, and all that may be large is in shared memory. So a send never waits.
-FORK = struct.Struct("q")
-"""To the nursery: the process that a new worker replaces, or 0. Its descriptors come with it."""
-FORKED = struct.Struct("qq")
-"""Its answer: the new process, and how the one before ended; or 0, and the length of a pickled
-`Failure` that follows."""
-REQUEST = struct.Struct("qq")
-"""To a worker: the slot of a request, and the number of its parts there."""
-REPLY = struct.Struct("q")
-"""Its answer: the number of parts of a `Reply`, which takes the place of the request."""
-
-UNKNOWN = 1 << 16
-"""How a process ended of which nothing is known."""
+# All that may be large is in shared memory, so a send never waits. A worker gets the number of a
+# slot, whose request its answer replaces, and returns the number.
+NUMBER_BYTES = 8
+"""The size of a message to the nursery, the number of the worker to start, whose descriptors come
+with it. If the worker replaces one that has died, the nursery answers with how that one ended."""
 
 
 class Reply(NamedTuple):
@@ -82,55 +73,54 @@ def command(name: str, *args: int) -> list[str]:
     return [sys.executable, "-c", f"{path}; from stepfold.data.worker_main import {name}; {call}"]
 
 
-def run_nursery(control_fd: int, payload_fd: int, parts: int, may_fork: bool) -> None:
+def run_nursery(control_fd: int, payload_fd: int, may_fork: bool) -> None:
     """Load the maker of batches, and start workers until the parent has ended."""
     control, parent = socket.socket(fileno=control_fd), os.getppid()
     threads = _count_threads()
     try:
-        maker = _load(payload_fd, parts)
+        maker = _load(payload_fd)
     except BaseException as error:  # noqa: BLE001  raised by the parent
-        failure = pickle.dumps(_describe(error))
-        control.sendall(FORKED.pack(0, len(failure)) + failure)
+        control.sendall(pickle.dumps(_describe(error)))
         return
     may_fork = may_fork and _count_threads() == threads
     gc.collect()
     gc.freeze()  # a collection in a worker would copy the pages that it shares
     control.settimeout(1)
-    workers: set[int] = set()
+    workers: dict[int, int] = {}  # processes, by the numbers of the workers
     try:
         # If the parent was forked, the connection stays open when it ends.
         while os.getppid() == parent:
             try:
-                message, fds, *_ = socket.recv_fds(control, FORK.size, 64)
+                message, fds, *_ = socket.recv_fds(control, NUMBER_BYTES, 64)
             except TimeoutError:
                 continue
             if not message:
                 return
-            (replaced,) = FORK.unpack(message)
-            status = _wait(replaced) if replaced in workers else UNKNOWN
-            workers.discard(replaced)
+            number = int.from_bytes(message, "big")
+            if number in workers:
+                control.sendall(pickle.dumps(_wait(workers.pop(number))))
             if not may_fork:
-                worker = _spawn(payload_fd, parts, fds)
-            elif not (worker := _fork()):
+                workers[number] = _spawn(payload_fd, fds)
+            elif process := _fork():
+                workers[number] = process
+            else:
                 workers.clear()
                 control.close()
                 _work(maker, *fds)
                 return
-            workers.add(worker)
             for fd in fds:
                 os.close(fd)
-            control.sendall(FORKED.pack(worker, status))
     except ConnectionError:  # the parent was killed
         pass
     finally:
-        for worker in workers:
-            os.kill(worker, signal.SIGKILL)
-            os.waitpid(worker, 0)
+        for process in workers.values():
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
 
 
-def run_worker(payload_fd: int, parts: int, *fds: int) -> None:
+def run_worker(payload_fd: int, *fds: int) -> None:
     """Load the maker of batches, and make some, until the parent has ended."""
-    _work(_load(payload_fd, parts), *fds)
+    _work(_load(payload_fd), *fds)
 
 
 def _count_threads() -> int:
@@ -143,8 +133,8 @@ def _fork() -> int:
         return os.fork()
 
 
-def _spawn(payload_fd: int, parts: int, fds: list[int]) -> int:
-    arguments = command("run_worker", payload_fd, parts, *fds)
+def _spawn(payload_fd: int, fds: list[int]) -> int:
+    arguments = command("run_worker", payload_fd, *fds)
     return subprocess.Popen(arguments, pass_fds=(payload_fd, *fds)).pid
 
 
@@ -159,9 +149,9 @@ def _wait(worker: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
 
 
-def _load(payload_fd: int, parts: int) -> Any:
+def _load(payload_fd: int) -> Any:
     """Read what makes the batches. Its arrays are shared, until a worker changes one."""
-    return load(Memory(payload_fd).private_view(), parts)
+    return load(Memory(payload_fd).private_view())
 
 
 def _work(maker: Callable[[Any], Any], connection_fd: int, *slot_fds: int) -> None:
@@ -173,26 +163,26 @@ def _work(maker: Callable[[Any], Any], connection_fd: int, *slot_fds: int) -> No
     connection, slots = Connection(connection_fd), [Memory(fd) for fd in slot_fds]
     try:
         while True:
-            slot, parts = REQUEST.unpack(connection.recv_bytes())
-            parts = _answer(maker, slots[slot], parts)
-            connection.send_bytes(REPLY.pack(parts))
+            slot = connection.recv()
+            _answer(maker, slots[slot])
+            connection.send(slot)
     except (EOFError, ConnectionError):
         return
 
 
-def _answer(maker: Callable[[Any], Any], memory: Memory, parts: int) -> int:
-    """Make a batch, and write it in place of its request; return the number of its parts."""
+def _answer(maker: Callable[[Any], Any], memory: Memory) -> None:
+    """Make a batch, and write it in place of its request."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")  # the parent filters them
         try:
             # Of a copy, since the batch may hold arrays of the request, which it overwrites.
-            batch = maker(load(read(memory, parts).copy(), parts))
+            batch = maker(load(read(memory).copy()))
             pickled = dump(Reply("batch", batch, _spell(caught)))
         except StopIteration:
             pickled = dump(Reply("end", None, _spell(caught)))
         except BaseException as error:  # noqa: BLE001  raised by the parent
             pickled = dump(Reply("error", _describe(error), _spell(caught)))
-    return pickled.write(memory)
+    pickled.write(memory)
 
 
 def _spell(caught: list[warnings.WarningMessage]) -> list[tuple[str, Any, str, int]]:

@@ -5,6 +5,7 @@ makes the batches of one that died.
 """
 
 import contextlib
+import itertools
 import os
 import pickle
 import signal
@@ -13,20 +14,10 @@ import subprocess
 import sys
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from stepfold.data.shared_memory import Memory, Pickled, dump, load, read
-from stepfold.data.worker_main import (
-    FORK,
-    FORKED,
-    NO_JAX,
-    REPLY,
-    REQUEST,
-    UNKNOWN,
-    Failure,
-    Reply,
-    command,
-)
+from stepfold.data.worker_main import NO_JAX, NUMBER_BYTES, Failure, Reply, command
 from stepfold.errors import DataError, refuse
 
 if TYPE_CHECKING:
@@ -45,10 +36,19 @@ _ONE_THREAD = dict.fromkeys(
 )
 
 
+class Request:
+    """A request to a worker, and what came of it."""
+
+    def __init__(self, worker: "_Worker", slot: int, pickled: Pickled) -> None:
+        self.worker, self.slot, self.pickled = worker, slot, pickled
+        self.reply: Reply | None = None
+        self.is_dropped = False  # nothing needs the reply
+
+
 class WorkerPool:
     """Processes that make batches on request.
 
-    `maker` is a function from a request to a batch, which each worker gets as a copy. A worker has
+    `maker` is a function from a message to a batch, which each worker gets as a copy. A worker has
     up to `ahead` requests at a time.
     """
 
@@ -56,27 +56,21 @@ class WorkerPool:
         self, maker: Any, count: int, ahead: int, *, may_fork: bool = sys.platform == "linux"
     ) -> None:
         self._processes = _Processes(maker, count, ahead + _HELD, may_fork)
-        self._requests: dict[int, _Request] = {}
-        self._done: dict[int, Reply] = {}
-        self._discarded: set[int] = set()
-        self._last_ticket = 0
+        self._turns = itertools.cycle(self._processes.workers)
         self._processes.start()
         self.close = weakref.finalize(self, self._processes.close)
 
-    def submit(self, request: Any) -> int:
-        """Ask for a batch, by a request that can be pickled; return a ticket for `receive`."""
-        self._last_ticket += 1
-        ticket, workers = self._last_ticket, self._processes.workers
-        worker = workers[ticket % len(workers)]
+    def submit(self, message: Any) -> Request:
+        """Ask for a batch, by a message that can be pickled."""
+        worker = next(self._turns)
         while not worker.free:
             self._read(worker)
-        slot = worker.free.pop()
-        self._requests[ticket] = _Request(worker, slot, dump(request))
-        worker.pending.append(ticket)
-        self._send(ticket)
-        return ticket
+        request = Request(worker, worker.free.pop(), dump(message))
+        worker.pending.append(request)
+        _send(request)
+        return request
 
-    def receive(self, ticket: int) -> Reply:
+    def receive(self, request: Request) -> Reply:
         """Wait for what came of a request.
 
         If the processes that made it died, its kind is "died", and its value the last exit code.
@@ -84,36 +78,23 @@ class WorkerPool:
         Raises:
           DataError: if the processes cannot load what makes the batches.
         """
-        while ticket not in self._done:
-            self._read(self._requests[ticket].worker)
-        return self._done.pop(ticket)
-
-    def discard(self, ticket: int) -> None:
-        """Drop what came of a request, or what will come of it."""
-        if self._done.pop(ticket, None) is None:
-            self._discarded.add(ticket)
-
-    def _send(self, ticket: int) -> None:
-        worker, slot, pickled = self._requests[ticket]
-        parts = pickled.write(worker.slots[slot])
-        with contextlib.suppress(ConnectionError):  # it has died, which `_read` will see
-            worker.connection.send_bytes(REQUEST.pack(slot, parts))
+        while request.reply is None:
+            self._read(request.worker)
+        return request.reply
 
     def _read(self, worker: "_Worker") -> None:
         """Read the next answer of a worker; replace the worker if it has died."""
         try:
-            (parts,) = REPLY.unpack(worker.connection.recv_bytes())
+            slot = worker.connection.recv()
         except (EOFError, OSError):
             self._replace(worker)
             return
         worker.deaths, self._processes.are_loaded = 0, True
-        ticket = worker.pending.popleft()
-        slot = self._requests.pop(ticket).slot
-        if ticket in self._discarded:
-            self._discarded.remove(ticket)
+        request = worker.pending.popleft()
+        if request.is_dropped:
             worker.free.append(slot)
         else:
-            self._done[ticket] = _open(worker, slot, parts)
+            request.reply = _open(worker, slot)
 
     def _replace(self, worker: "_Worker") -> None:
         """Start another process in place of one that died, to make what it has not made."""
@@ -121,41 +102,36 @@ class WorkerPool:
         status, new = self._processes.replace(worker)
         if worker.deaths == ATTEMPTS:  # leave out the batch that kills it
             worker.deaths = 0
-            ticket = worker.pending.popleft()
-            request = self._requests.pop(ticket)
+            request = worker.pending.popleft()
             worker.free.append(request.slot)
-            if ticket in self._discarded:
-                self._discarded.remove(ticket)
-            else:
-                self._done[ticket] = Reply("died", status, [])
+            request.reply = Reply("died", status, [])
         for each in new:
-            for ticket in each.pending:
-                self._send(ticket)
+            for request in each.pending:
+                _send(request)
 
 
-class _Request(NamedTuple):
-    worker: "_Worker"
-    slot: int
-    pickled: Pickled
+def _send(request: Request) -> None:
+    worker, slot = request.worker, request.slot
+    request.pickled.write(worker.slots[slot])
+    with contextlib.suppress(ConnectionError):  # it has died, which `_read` will see
+        worker.connection.send(slot)
 
 
-def _open(worker: "_Worker", slot: int, parts: int) -> Reply:
+def _open(worker: "_Worker", slot: int) -> Reply:
     """Return a reply in shared memory, which is free again when no array of it is left."""
-    root = read(worker.slots[slot], parts)
+    root = read(worker.slots[slot])
     held = len(worker.slots) - len(worker.free) - len(worker.pending)
     if held > _HELD:  # else there might be no memory for the next request
         root = root.copy()
         worker.free.append(slot)
     else:
         weakref.finalize(root, worker.free.append, slot).atexit = False
-    reply: Reply = load(root, parts)
+    reply: Reply = load(root)
     return reply
 
 
 def spell_status(status: int) -> str:
     """Describe how a process ended."""
-    if status == UNKNOWN:
-        return "an unknown cause"
     if status >= 0:
         return f"exit code {status}"
     name = signal.Signals(-status).name
@@ -163,15 +139,15 @@ def spell_status(status: int) -> str:
 
 
 class _Worker:
-    """The connection and the memory of a worker, and the tickets that it has not answered."""
+    """A worker, which may be one process after another, and the requests it has not answered."""
 
     connection: "Connection"
 
-    def __init__(self, slots: int) -> None:
-        self.pid = self.deaths = 0
+    def __init__(self, number: int, slots: int) -> None:
+        self.number, self.deaths = number, 0
         self.slots = [Memory() for _ in range(slots)]
         self.free = list(range(slots))  # a stack, so that slots that are not needed stay empty
-        self.pending: deque[int] = deque()
+        self.pending: deque[Request] = deque()
 
 
 class _Processes:
@@ -180,72 +156,56 @@ class _Processes:
     def __init__(self, maker: Any, count: int, slots: int, may_fork: bool) -> None:
         pickled = dump(maker)
         self._payload, self._may_fork = Memory(), may_fork
-        self._parts = pickled.write(self._payload)
-        self.workers = [_Worker(slots) for _ in range(count)]
+        pickled.write(self._payload)
+        self.workers = [_Worker(number, slots) for number in range(count)]
         self.are_loaded, self._parent = False, os.getpid()
-        self._starting: deque[_Worker] = deque()  # those whose number the nursery has not sent
 
     def start(self) -> None:
         """Start the nursery, and ask it for all workers."""
         self._control, control = socket.socketpair()
+        self._answers = self._control.makefile("rb")
         fds = control.fileno(), self._payload.fd
         self._nursery = subprocess.Popen(
-            command("run_nursery", *fds, self._parts, self._may_fork),
+            command("run_nursery", *fds, self._may_fork),
             stdin=subprocess.DEVNULL,
             env={**os.environ, **_ONE_THREAD, "JAX_PLATFORMS": NO_JAX},
             pass_fds=fds,
             process_group=0,  # so that Ctrl-C interrupts this process only
         )
         control.close()
-        self._starting.clear()
         for worker in self.workers:
-            worker.pid = 0
-            self._fork(worker)
+            self._connect(worker)
 
     def replace(self, worker: _Worker) -> tuple[int, list[_Worker]]:
         """Start a process in place of one that died; return how it ended, and what has started."""
         worker.connection.close()
         try:
-            while self._starting:
-                self._read_forked()
-            self._fork(worker)
-            return self._read_forked(), [worker]
+            self._connect(worker)
+            answer = pickle.load(self._answers)
         except (EOFError, OSError):  # the nursery died too, and all workers with it
-            self._control.close()
+            self._hang_up()
             status = self._wait_for_nursery()
             for other in self.workers:
                 other.connection.close()
             self.start()
             return status, self.workers
+        if isinstance(answer, Failure):
+            _refuse_payload(answer)
+        return answer, [worker]
 
-    def _fork(self, worker: _Worker) -> None:
+    def _connect(self, worker: _Worker) -> None:
         """Ask for a process for a worker."""
         from multiprocessing.connection import Connection  # lazy: only workers need it
 
         ours, its = socket.socketpair()
         worker.connection = Connection(ours.detach())
-        self._starting.append(worker)
-        with its, contextlib.suppress(ConnectionError):  # it has died, which `_read` will see
+        with its, contextlib.suppress(ConnectionError):  # it has died, which `replace` will see
             fds = [its.fileno(), *(slot.fd for slot in worker.slots)]
-            socket.send_fds(self._control, [FORK.pack(worker.pid)], fds)
+            socket.send_fds(self._control, [worker.number.to_bytes(NUMBER_BYTES, "big")], fds)
 
-    def _read_forked(self) -> int:
-        """Read the next answer of the nursery; return how the process before ended."""
-        status: int
-        pid, status = FORKED.unpack(self._receive(FORKED.size))
-        if not pid:
-            _refuse_payload(pickle.loads(self._receive(status)))
-        self._starting.popleft().pid = pid
-        return status
-
-    def _receive(self, size: int) -> bytes:
-        message = b""
-        while len(message) < size:
-            received = self._control.recv(size - len(message))
-            if not received:
-                raise EOFError
-            message += received
-        return message
+    def _hang_up(self) -> None:
+        self._answers.close()
+        self._control.close()
 
     def _wait_for_nursery(self) -> int:
         try:
@@ -260,7 +220,7 @@ class _Processes:
             return
         with contextlib.suppress(OSError):  # the nursery has ended
             self._control.shutdown(socket.SHUT_RDWR)  # a forked process may still have it open
-        self._control.close()
+        self._hang_up()
         self._wait_for_nursery()
         self._payload.close()
         for worker in self.workers:

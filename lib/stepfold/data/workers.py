@@ -10,15 +10,15 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, cast
 
 from stepfold import tree
 from stepfold.core.validation import read_integer
 from stepfold.data.dtypes import warn_of_wrapped
-from stepfold.data.prefetch import DEFAULTS, Prefetch
+from stepfold.data.prefetch import ReadAhead
 from stepfold.data.stream import BatchIterator, StreamBatches, refuse_stop_iteration
 from stepfold.data.worker_main import Failure, Reply
-from stepfold.data.worker_pool import ATTEMPTS, WorkerPool, spell_status
+from stepfold.data.worker_pool import ATTEMPTS, Request, WorkerPool, spell_status
 from stepfold.errors import DataError, refuse
 
 _MOST_AHEAD = 60  # each is a file descriptor, of which one message holds a limited number
@@ -77,10 +77,10 @@ def workers(batches: Any, count: int, *, ahead: int = 2) -> "Workers":
         refuse("ahead", expected, f"{ahead}", "give a larger count instead")
     if count and sys.platform == "win32":
         refuse("workers", "Linux or macOS", sys.platform, "give count=0, or use sf.prefetch")
-    return Workers(_read_requests(batches), count, ahead)
+    return Workers(_read_messages(batches), count, ahead)
 
 
-def _read_requests(batches: Any) -> "_Positions | _Examples":
+def _read_messages(batches: Any) -> "_States | _Examples":
     got = tree.describe_value(batches)
     if hasattr(batches, "read_state"):
         expected = "batches that do not depend on the state of the run"
@@ -88,7 +88,7 @@ def _read_requests(batches: Any) -> "_Positions | _Examples":
         refuse("workers", expected, f"{got} with read_state", advice, kind=DataError)
     if isinstance(batches, StreamBatches):
         return _Examples(*batches.unbuilt())
-    if isinstance(batches, Prefetch | Workers):
+    if isinstance(batches, ReadAhead):
         advice = "give the batches themselves, as in sf.prefetch(sf.workers(batches, 2))"
         refuse("workers", "batches that this process makes", got, advice, kind=DataError)
     needed = ("__next__", "get_state", "set_state", "state_at")
@@ -97,10 +97,10 @@ def _read_requests(batches: Any) -> "_Positions | _Examples":
         advice = "give sf.batches, or read ahead with sf.prefetch"
         expected = "sf.batches, or an iterator with get_state, set_state and state_at"
         refuse("workers", expected, got, advice, kind=DataError)
-    return _Positions(batches)
+    return _States(batches, batches, ())
 
 
-class Workers:
+class Workers(ReadAhead):
     """An iterator over batches of worker processes, returned by `workers`.
 
     It is thread-safe. It has the methods of its batches: `get_state`, `set_state` and `without`,
@@ -112,25 +112,24 @@ class Workers:
     (3, array([0, 1]), 1)
     """
 
-    reuses_buffers = False
+    _passed_on = ("at", "state_at", "skipped", "batch_index")
 
     def __init__(
         self,
-        requests: "_Positions | _Examples",
+        messages: "_States | _Examples",
         count: int,
         ahead: int,
         pool: WorkerPool | None = None,
     ) -> None:
-        self._requests, self._count, self._ahead, self._pool = requests, count, ahead, pool
-        self._position = requests.position()  # after the last batch returned
+        super().__init__(messages.batches, messages.batches)
+        self._messages, self._count, self._ahead, self._pool = messages, count, ahead, pool
+        self._make: _StateMaker | _ExampleMaker | None = None  # without processes
+        self._position = messages.get_state()  # after the last batch returned
         self._pending: deque[_Pending] = deque()
         self._error: Exception | None = None  # of the stream, after the pending batches
         self._has_checked_values = False
         self._registry: dict[Any, Any] = {}  # of the warnings of workers that were shown
         self._lock = threading.RLock()
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Any:
         with self._lock:
@@ -140,7 +139,8 @@ class Workers:
                 raise error or StopIteration
             first = self._pending[0]
             if self._pool is None:
-                batch = self._requests.make(first.request)
+                make = self._make = self._make or self._messages.maker()
+                batch = make(first.message)
             else:
                 batch = self._receive(self._pool, first)
             if not self._has_checked_values:
@@ -155,103 +155,77 @@ class Workers:
     def _request_ahead(self) -> None:
         """Ask for the next batches, and again for those whose processes have ended."""
         if self._count and self._pool is None:
-            self._pool = WorkerPool(self._requests.maker(), self._count, self._ahead)
+            self._pool = WorkerPool(self._messages.maker(), self._count, self._ahead)
         while len(self._pending) < max(1, self._count * self._ahead) and self._error is None:
             try:
-                request, after = self._requests.pull()
+                message = next(self._messages)
             except StopIteration:
                 break
             except Exception as error:  # noqa: BLE001  raised after the batches before
                 self._error = error
             else:
-                self._pending.append(_Pending(request, after))
+                self._pending.append(_Pending(message, self._messages.get_state()))
         for pending in self._pending:
-            if self._pool is not None and pending.ticket is None:
-                pending.ticket = self._pool.submit(self._requests.message(pending.request))
+            if self._pool is not None and pending.request is None:
+                pending.request = self._pool.submit(pending.message)
 
     def _receive(self, pool: WorkerPool, pending: "_Pending") -> Any:
         try:
-            reply = pool.receive(pending.ticket)
+            reply = pool.receive(cast(Request, pending.request))
         except BaseException:  # such as KeyboardInterrupt in the middle of a message
-            self._stop()
+            self.close()
             raise
-        pending.ticket = None  # after an error, the next call makes the batch again
+        pending.request = None  # after an error, the next call makes the batch again
         for message, category, filename, line in reply.warnings:
             warnings.warn_explicit(message, category, filename, line, registry=self._registry)
         if reply.kind == "end":
             self._rewind()
             raise StopIteration
         if reply.kind != "batch":
-            _raise(reply, self._requests.step(pending.after) - 1)
+            _raise(reply, pending.after["step"] - 1)
         return reply.value
-
-    def __len__(self) -> int:
-        batches: Any = self._requests.batches
-        return len(batches)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __getattr__(self, name: str) -> Any:
-        batches = self._requests.batches
-        if name in DEFAULTS:
-            return getattr(batches, name, DEFAULTS[name])
-        if name in ("at", "state_at", "skipped", "batch_index"):
-            return getattr(batches, name)
-        if name in ("without", "shared", "reweight") and hasattr(batches, name):
-            return getattr(self, f"_{name}")
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def close(self) -> None:
         """End the processes. The position stays, and the next `next` starts others."""
         with self._lock:
-            self._stop()
-
-    def _stop(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-        self._pool = None
-        for pending in self._pending:
-            pending.ticket = None
+            if self._pool is not None:
+                self._pool.close()
+            self._pool = None
+            for pending in self._pending:
+                pending.request = None
 
     def _drop(self) -> None:
         """Drop the pending batches."""
         for pending in self._pending:
-            if self._pool is not None and pending.ticket is not None:
-                self._pool.discard(pending.ticket)
+            if pending.request is not None:
+                pending.request.is_dropped = True
         self._pending.clear()
         self._error = None
 
     def get_state(self) -> Any:
         """Return the state of the batches after the last batch returned."""
         with self._lock:
-            return self._requests.state(self._position)
+            return copy.deepcopy(self._position)
 
     def set_state(self, state: Any) -> None:
         """Restore a state from `get_state`, of these batches with any number of workers."""
         with self._lock:
-            self._requests.set_state(state)
+            self._messages.set_state(state)
             self._drop()
-            self._position = self._requests.position()
+            self._position = self._messages.get_state()
 
     def _rewind(self) -> None:
         """Drop the pending batches, and return to the position of the loop."""
-        if self._requests.position() != self._position:
-            self._requests.set_state(self.get_state())
+        if self._messages.get_state() != self._position:
+            self._messages.set_state(self._position)
         self._drop()
 
     def _reweight(self, weights: Any, step: int | None = None) -> None:
         """Change the weights of a mixture, by default after the last batch returned."""
         with self._lock:
-            self._rewind()
-            batches: Any = self._requests.batches
-            batches.reweight(weights, step)
+            self.set_state(self._position)
+            self._iterator.reweight(weights, step)
+            self._position = self._messages.get_state()
 
     def _without(self, ranges: Sequence[tuple[int, int]]) -> "Workers":
         """Return batches that skip ranges of these, after the last batch returned."""
@@ -265,70 +239,52 @@ class Workers:
         """Return changed batches, which take over the processes."""
         with self._lock:
             self._rewind()
-            requests = self._requests.changed(method, argument)
-            new = Workers(requests, self._count, self._ahead, self._pool)
+            messages = self._messages.changed(method, argument)
+            new = Workers(messages, self._count, self._ahead, self._pool)
             self._pool = None
             return new
 
 
 class _Pending:
-    """A pending batch: the request, the position after it, and the pool's ticket."""
+    """A pending batch: what a process makes it of, the state after it, and the pool's request."""
 
-    def __init__(self, request: Any, after: Any) -> None:
-        self.request, self.after = request, after
-        self.ticket: Any = None
+    def __init__(self, message: Any, after: dict[str, Any]) -> None:
+        self.message, self.after = message, after
+        self.request: Request | None = None
 
 
-class _Positions:
-    """Requests for batches with random access. A request is a step, and a position is one too.
+class _States:
+    """An iterator over the states from which batches with random access are made.
 
-    `changes` are calls of `without` and `shared` since the processes got the batches.
+    With a state come the changes, the calls of `without` and `shared` that have made the batches.
     """
 
-    def __init__(self, batches: Any, changes: tuple[tuple[str, Any], ...] = ()) -> None:
-        self.batches, self._changes = batches, changes
-        self._next: int = batches.get_state()["step"]
+    def __init__(self, batches: Any, unchanged: Any, changes: tuple[tuple[str, Any], ...]) -> None:
+        self.batches, self._unchanged, self._changes = batches, unchanged, changes
+        self._step: int = batches.get_state()["step"]
 
     def maker(self) -> "_StateMaker":
-        """Return what makes a batch of a message, for another process."""
-        self._changes = ()
-        is_ours = isinstance(self.batches, BatchIterator)
-        return _StateMaker(self.batches.copied() if is_ours else self.batches)
+        """Return a function from a message to a batch."""
+        batches = self._unchanged
+        return _StateMaker(batches.copied() if isinstance(batches, BatchIterator) else batches)
 
-    def pull(self) -> tuple[int, int]:
-        """Return the next request, and the position after its batch."""
-        self._next += 1
-        return self._next - 1, self._next
+    def __next__(self) -> Any:
+        self._step += 1
+        return self._changes, self.batches.state_at(self._step - 1)
 
-    def message(self, request: int) -> Any:
-        """Return a request for another process."""
-        return self._changes, self.batches.state_at(request)
+    def get_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.batches.state_at(self._step)
+        return state
 
-    def make(self, request: int) -> Any:
-        """Make the batch of a request in this process."""
-        self.batches.set_state(self.batches.state_at(request))
-        return next(self.batches)
-
-    def position(self) -> int:
-        """Return the position after the last request."""
-        return self._next
-
-    def step(self, position: int) -> int:
-        """Return the number of batches before a position."""
-        return position
-
-    def state(self, position: int) -> Any:
-        """Return the state of the batches at a position."""
-        return self.batches.state_at(position)
-
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: dict[str, Any]) -> None:
         self.batches.set_state(state)
-        self._next = self.batches.get_state()["step"]
+        self._step = self.batches.get_state()["step"]
 
-    def changed(self, method: str, argument: Any) -> "_Positions":
-        """Return the requests for changed batches."""
+    def changed(self, method: str, argument: Any) -> "_States":
+        """Return the states of changed batches."""
+        self.batches.set_state(self.get_state())
         batches = getattr(self.batches, method)(argument)
-        return _Positions(batches, (*self._changes, (method, argument)))
+        return _States(batches, self._unchanged, (*self._changes, (method, argument)))
 
 
 class _StateMaker:
@@ -341,45 +297,25 @@ class _StateMaker:
     def __call__(self, message: Any) -> Any:
         changes, state = message
         if changes != self._changes:
-            self._batches = self._unchanged
+            self._batches, self._changes = self._unchanged, changes
             for method, argument in changes:
                 self._batches = getattr(self._batches, method)(argument)
-            self._changes = changes
         self._batches.set_state(state)
         return next(self._batches)
 
 
 class _Examples:
-    """Requests for batches of a stream. A request is what was read, and a position is a state."""
+    """An iterator over the steps and the examples of batches of a stream."""
 
     def __init__(self, batches: StreamBatches, builder: Any) -> None:
         self.batches, self._builder = batches, builder
+        self.get_state, self.set_state = batches.get_state, batches.set_state
 
     def maker(self) -> "_ExampleMaker":
         return _ExampleMaker(self._builder)
 
-    def pull(self) -> tuple[Any, Any]:
-        step: int = self.batches.get_state()["step"]
-        return (step, next(self.batches)), self.batches.get_state()
-
-    def message(self, request: Any) -> Any:
-        return request
-
-    def make(self, request: Any) -> Any:
-        return _ExampleMaker(self._builder)(request)
-
-    def position(self) -> Any:
-        return self.batches.get_state()
-
-    def step(self, position: Any) -> int:
-        step: int = position["step"]
-        return step
-
-    def state(self, position: Any) -> Any:
-        return copy.deepcopy(position)
-
-    def set_state(self, state: Any) -> None:
-        self.batches.set_state(state)
+    def __next__(self) -> Any:
+        return self.get_state()["step"], next(self.batches)
 
     def changed(self, method: str, argument: Any) -> "_Examples":
         return _Examples(getattr(self.batches, method)(argument), self._builder)
