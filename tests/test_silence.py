@@ -522,6 +522,10 @@ BATCHES = [{"x": np.ones((8, 3)), "y": np.ones(8)} for _ in range(4)]
             {"dataset_eval": sf.prefetch(sf.batches(DATA, 8, epochs=1))},
             "expected a dataset of single examples, got batches: Prefetch",
         ),
+        (
+            {"dataset_eval": sf.workers(sf.batches(DATA, 8, epochs=1), 2)},
+            "expected a dataset of single examples, got batches: Workers",
+        ),
     ],
 )
 def test_arguments_of_a_trainer_that_would_be_ignored(given, message):

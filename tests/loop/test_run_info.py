@@ -58,7 +58,8 @@ def test_arguments_are_described(tmp_path, monkeypatch):
 
 def test_seeds_are_described():
     state = sf.init_state({"w": jnp.ones(3)}, optax.sgd(0.1), jax.random.key(5))
-    info = metadata(state, sf.prefetch(sf.batches(DATA, 4, seed=7)))
+    info = metadata(state, sf.prefetch(sf.workers(sf.batches(DATA, 4, seed=7), 2)))
+    assert metadata(batches=sf.workers(sf.batches(DATA, 4, seed=7), 2))["seed"]["batches"] == 7
     words = np.asarray(jax.random.key_data(state.key)).tolist()
     assert info["seed"] == {"batches": 7, "key": words}
     assert metadata()["seed"] == {"batches": None, "key": None}

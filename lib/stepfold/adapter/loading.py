@@ -23,7 +23,7 @@ from stepfold.core.validation import read_integer, takes_any_keyword
 from stepfold.data.batches import batches
 from stepfold.data.collate import check_truncate, collate
 from stepfold.data.epochs import EpochEnds, Skips
-from stepfold.data.prefetch import Prefetch, prefetch
+from stepfold.data.prefetch import ReadAhead, prefetch
 from stepfold.data.sources import ENDLESS, ArraySource, is_stream, read_source, stack
 from stepfold.data.stream import BatchIterator
 from stepfold.errors import CheckpointError, ConfigError, refuse
@@ -295,7 +295,7 @@ def replicate_if_uneven(batch: Any, mesh: Mesh | None) -> Any:
 
 def check_examples(dataset: Any) -> None:
     """Refuse a loader of batches, whose batches would be examples here."""
-    is_loader = isinstance(dataset, BatchIterator | Prefetch | TrainingLoader | EvaluationLoader)
+    is_loader = isinstance(dataset, BatchIterator | ReadAhead | TrainingLoader | EvaluationLoader)
     if is_loader or type(getattr(dataset, "batch_size", None)) is int:
         advice = (
             "give the data themselves and total_batch_size, or return the batches from "

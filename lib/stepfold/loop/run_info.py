@@ -20,9 +20,8 @@ from stepfold import tree
 from stepfold.checkpoint.leaves import is_key, to_json
 from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.state import params_of
-from stepfold.data.batches import Batches
-from stepfold.data.prefetch import Prefetch
-from stepfold.data.stream import StreamBatches
+from stepfold.data.prefetch import ReadAhead
+from stepfold.data.stream import BatchIterator
 from stepfold.errors import DataError, refuse
 from stepfold.loop.evaluate import Evaluation, mesh_of
 from stepfold.loop.hooks.base import Hook, hook_name
@@ -52,9 +51,7 @@ def run_metadata(
     no reference to the state.
     """
     # Only of stepfold's own batches, since `get_state` of others may be expensive.
-    is_own = isinstance(batches, Batches | StreamBatches | Prefetch) and hasattr(
-        batches, "get_state"
-    )
+    is_own = isinstance(batches, BatchIterator | ReadAhead) and hasattr(batches, "get_state")
     position = batches.get_state() if is_own else None
     pipeline = (position.get("pipeline") if isinstance(position, Mapping) else None) or {}
     if skipped := getattr(batches, "skipped", None):
