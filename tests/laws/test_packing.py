@@ -167,7 +167,7 @@ def test_what_is_nearly_right_fails_the_same_law(mutant):
 
     def pack(kind):
         packed = sf.pack(documents, length=LENGTH, window=5, split=True, seed=0)
-        return kind(packed._reader, packed._packer, packed._settings)
+        return kind(packed._reader, packed._source, packed._packer, packed._settings)
 
     make = lambda kind: sf.batches(lambda: pack(kind), 2, epochs=2, remainder="keep")
     check(lambda: make(Packed), documents, 2, [1, 6])

@@ -116,11 +116,13 @@ def pack(
     if isinstance(examples, Mapping):
         refuse("pack", "an iterable of examples", "a dict of columns", kind=DataError)
     seed = None if seed is None else read_integer("pack: seed", seed, 0)
-    reader = _read_examples(examples, seed)
+    source = _read_source(examples, seed)
+    reader = Stream(examples) if source is None else _Indexed(source, seed)
     settings: dict[str, Any] = {"length": length, "rows": rows, "window": window, "split": split}
-    settings |= {"truncate": truncate, "seed": seed, "examples": reader.length}
-    settings["source"] = reader.source.fingerprint
-    return Packed(reader, _Packer(length, split, truncate, pad), settings)
+    settings |= {"truncate": truncate, "seed": seed, "examples": None, "source": None}
+    if source is not None:
+        settings |= {"examples": source.length, "source": source.fingerprint}
+    return Packed(reader, source, _Packer(length, split, truncate, pad), settings)
 
 
 class Packed:
@@ -139,9 +141,14 @@ class Packed:
     """
 
     def __init__(
-        self, reader: "_Indexed | _Streamed", packer: "_Packer", settings: dict[str, Any]
+        self,
+        reader: "_Indexed | Stream",
+        source: Source | None,
+        packer: "_Packer",
+        settings: dict[str, Any],
     ) -> None:
-        self._reader, self._packer, self._settings = reader, packer, settings
+        self._reader, self._source = reader, source
+        self._packer, self._settings = packer, settings
         self._reset(0)
 
     def _reset(self, epoch: int) -> None:
@@ -234,7 +241,7 @@ class Packed:
             expected, got = "a state that get_state() of sf.pack gave", tree.describe_value(state)
             advice = "it was saved by another kind of iterator"
             refuse("pack", expected, got, advice, kind=DataError)
-        differing = differences(state["settings"], self._settings, self._reader.source)
+        differing = differences(state["settings"], self._settings, self._source)
         if differing:
             expected = "the settings that the position was saved with"
             refuse("pack", expected, "; ".join(differing), "pack as before", kind=DataError)
@@ -302,33 +309,30 @@ def block_diagonal_mask(segment_ids: Any, *, causal: bool = False) -> Any:
 # Readers of examples
 
 
-def _read_examples(examples: Any, seed: int | None) -> "_Indexed | _Streamed":
-    kind = type(examples)
+def _read_source(examples: Any, seed: int | None) -> Source | None:
+    """Return examples with random access as a source, and None for a stream."""
+    kind, source = type(examples), None
     is_indexed = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
     if isinstance(examples, Source):
-        source: Source | None = examples
+        source = examples
     elif is_indexed and not hasattr(kind, "iloc"):  # the [i] of pandas is a label or a column
-        source = SequenceSource(examples) if len(examples) else None
-    else:
-        if seed is not None:
-            expected = "none for a stream, which has its own order"
-            advice = "shuffle it where it is made, or give a list of it"
-            refuse("pack: seed", expected, f"{seed}", advice)
-        return _Streamed(examples)
-    if source is not None and source.length == ENDLESS and seed is not None:
+        source = SequenceSource(examples) if len(examples) else Source()
+    if seed is not None and source is None:
+        expected = "none for a stream, which has its own order"
+        advice = "shuffle it where it is made, or give a list of it"
+        refuse("pack: seed", expected, f"{seed}", advice)
+    if seed is not None and source is not None and source.length == ENDLESS:
         expected = "none for an infinite source, which has its own order"
         refuse("pack: seed", expected, f"{seed}", "give the seed to the function that made it")
-    return _Indexed(source, seed)
+    return source
 
 
 class _Indexed:
     """Read a source with random access, in the order of an epoch."""
 
-    def __init__(self, source: Source | None, seed: int | None) -> None:
-        self._source, self.length = source, 0 if source is None else source.length
-        self.endless = self.length == ENDLESS
-        self.source = Source() if source is None else source
-        self._order = Order(self.length, seed) if seed is not None and source is not None else None
+    def __init__(self, source: Source, seed: int | None) -> None:
+        self._source, self._order = source, Order(source.length, seed)
+        self.endless = source.length == ENDLESS
         self.start(0)
 
     def start(self, epoch: int) -> None:
@@ -341,30 +345,13 @@ class _Indexed:
         self._epoch, self._at = epoch, read_integer("state: examples", position, 0)
 
     def fill(self, examples: list[Any], count: int) -> None:
-        """Append the next examples, until there are `count` or none is left."""
-        stop = min(self._at + count - len(examples), self.length)
-        if self._source is None or stop <= self._at:
-            return
-        self._source.check_length()
-        rows: Any = slice(self._at, stop)
-        if self._order is not None:
-            rows = self._order(self._epoch, rows)
-        examples += self._source.examples(rows)
-        self._at = stop
-
-
-class _Streamed(Stream):
-    """Read a stream."""
-
-    length, source = None, Source()  # nothing is known of them
-
-    def fill(self, examples: list[Any], count: int) -> None:
-        """Append the next examples, until there are `count` or none is left."""
-        while len(examples) < count:
-            try:
-                examples.append(self.read())
-            except StopIteration:
-                return
+        """Append the next examples, until there are `count` or the epoch ends."""
+        stop = min(self._at + count - len(examples), self._source.length)
+        if self._at < stop:
+            self._source.check_length()
+            rows = self._order(self._epoch, slice(self._at, stop))
+            examples += self._source.examples(rows)
+            self._at = stop
 
 
 # Windows

@@ -167,10 +167,7 @@ class StreamBatches(BatchIterator):
     def _read(self, size: int) -> None:
         """Buffer examples until there are enough for a batch, or the epoch ends."""
         try:
-            while len(self._buffer) < size:
-                self._buffer.append(self._stream.read())
-        except StopIteration:
-            pass
+            self._stream.fill(self._buffer, size)
         except Exception as error:
             error.add_note(
                 f"reading example {self._row + len(self._buffer)} of epoch {self._epoch} of the "
@@ -311,6 +308,14 @@ class Stream:
     def start(self, epoch: int) -> None:
         """Start an epoch from its beginning, with the next example."""
         self._epoch, self._is_open = epoch, self.is_iterator
+
+    def fill(self, examples: list[Any], count: int) -> None:
+        """Append the next examples, until there are `count` or the epoch ends."""
+        while len(examples) < count:
+            try:
+                examples.append(self.read())
+            except StopIteration:
+                return
 
     def read(self) -> Any:
         """Return the next example, or raise StopIteration."""
