@@ -21,7 +21,6 @@ from stepfold.internals.jax import enter_contexts, thread_contexts
 Place = Callable[[Any], Any]
 
 _JOIN_SECONDS = 0.5  # to wait for a stopped thread; one blocked in its source ends later
-_END = object()
 _NONE = object()
 
 # The contexts of jax that change where a batch is and what it holds, compared at every `next`.
@@ -189,8 +188,7 @@ class Prefetch(ReadAhead):
         self._is_over = False
         self._state: bytes | None = None  # after the last batch returned; None if none was
         self._failed: Any = _NONE  # a batch that was read, and could not be placed
-        self._queue: _Queue | None = None
-        self._thread: threading.Thread | None = None
+        self._reader: _Reader | None = None
         self._placing: tuple[Any, ...] = ()  # the contexts of the thread that change its batches
         self._stop: Callable[[], object] = lambda: None
 
@@ -198,13 +196,15 @@ class Prefetch(ReadAhead):
         with self._lock:
             if self._is_over:
                 raise StopIteration
-            queue = self._queue or self._start()
-            item = queue.ready.get()
+            reader = self._reader
+            if reader is None or reader.is_stopped:
+                reader = self._start()
+            item = reader.ready.get()
             if isinstance(item, _Item):
                 if _read_placing() != self._placing:
                     self._warn_of_contexts(item.batch)
                 self._state = item.state
-                queue.free.put(None)
+                reader.free.put(None)
                 return item.batch
             self._end()
             error, self._failed = item
@@ -214,15 +214,15 @@ class Prefetch(ReadAhead):
             finally:
                 del item, error  # avoid a reference cycle: the traceback refers to this frame
 
-    def _start(self) -> "_Queue":
-        queue = _Queue(self._size)
+    def _start(self) -> "_Reader":
         if self._state is None:
             self._state = _copy_state(self._iterator)
-        self._queue, self._stop = queue, weakref.finalize(self, queue.stop)
         self._placing = _read_placing()
-        self._thread = _start_thread(queue, self._iterator, self._place, self._failed)
-        self._failed = _NONE
-        return queue
+        reader = _Reader(self._iterator, self._place, self._failed, self._size)
+        self._failed, self._stop = _NONE, weakref.finalize(self, reader.stop)
+        reader.start()
+        self._reader = reader
+        return reader
 
     def _warn_of_contexts(self, batch: Any) -> None:
         if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):
@@ -255,11 +255,11 @@ class Prefetch(ReadAhead):
         next batch; `close` waits for it only briefly.
         """
         self._end()
-        if self._thread is not None:
-            self._thread.join(_JOIN_SECONDS)
+        if self._reader is not None:
+            self._reader.thread.join(_JOIN_SECONDS)
 
     def _end(self) -> None:
-        self._is_over, self._queue, self._failed = True, None, _NONE
+        self._is_over, self._failed = True, _NONE
         self._stop()
 
     def _get_state(self) -> Any:
@@ -280,8 +280,8 @@ class Prefetch(ReadAhead):
         with self._lock:
             was_over = self._is_over
             self._end()
-            if self._thread is not None:
-                self._thread.join()
+            if self._reader is not None:
+                self._reader.thread.join()
             try:
                 self._iterator.set_state(state)
             except BaseException:
@@ -311,7 +311,7 @@ class Prefetch(ReadAhead):
 
     def _rewind(self) -> None:
         """Stop the thread, and drop prefetched batches."""
-        if self._thread is not None:
+        if self._reader is not None:
             self._set_state(self._get_state())
 
 
@@ -329,25 +329,32 @@ class _Failure(NamedTuple):
     batch: Any
 
 
-class _Queue:
-    """The bounded queue that the thread shares with the iterator.
+class _Reader:
+    """The thread that reads batches, and the queues that it shares with the iterator.
 
-    The thread has no other reference to the iterator. So an unused iterator is garbage collected,
-    and its finalizer stops the thread. Ready batches and free slots are each a `SimpleQueue`. It is
-    the fastest queue, and its `put` is reentrant: a finalizer may run in any thread at any time.
+    It has no reference to the iterator. So an unused iterator is garbage collected, and its
+    finalizer stops the thread. Ready batches and free slots are each a `SimpleQueue`. It is the
+    fastest queue, and its `put` is reentrant: a finalizer may run in any thread at any time.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, iterator: Any, place: Place | None, batch: Any, size: int) -> None:
+        self._iterator, self._place = iterator, place
+        self._batch = batch  # the next to prepare if it was read already, else `_NONE`
         self.ready: SimpleQueue[_Item | _Failure] = SimpleQueue()  # ends with a failure
         self.free: SimpleQueue[None] = SimpleQueue()
         self.is_stopped = False
         for _ in range(size):
             self.free.put(None)
+        # jax's contexts belong to a thread, so this one enters those of the loop.
+        self._contexts = thread_contexts(), jax.sharding.get_mesh()
+        # A daemon, so that a blocked source cannot prevent exit. But a thread inside JAX must not
+        # outlive JAX, so `_leave` waits for it briefly. `_leave` runs before JAX shuts down,
+        # because atexit calls the last registered function first.
+        self.thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
 
-    def wait_for_slot(self) -> bool:
-        """Wait for a free slot; return False once stopped."""
-        self.free.get()
-        return not self.is_stopped
+    def start(self) -> None:
+        atexit.register(self._leave)
+        self.thread.start()
 
     def stop(self) -> None:
         """Ask the thread to end, and wake both sides."""
@@ -355,62 +362,47 @@ class _Queue:
         self.free.put(None)
         self.ready.put(_Failure(StopIteration(), _NONE))
 
+    def _leave(self) -> None:
+        self.stop()
+        self.thread.join(_JOIN_SECONDS)
 
-def _start_thread(
-    queue: _Queue, iterator: Any, place: Place | None, failed: Any
-) -> threading.Thread:
-    # jax's contexts belong to a thread, so this one enters those of the loop.
-    values, mesh = thread_contexts(), jax.sharding.get_mesh()
-
-    def run() -> None:
-        nonlocal iterator, place, failed
+    def _run(self) -> None:
         try:
-            with enter_contexts(values, mesh):
-                _fill(queue, iterator, place, failed)
+            with enter_contexts(*self._contexts):
+                self._fill()
         except BaseException as error:  # noqa: BLE001  raised by the iterator instead
-            queue.ready.put(_Failure(error, _NONE))
+            self.ready.put(_Failure(error, _NONE))
         finally:
-            # They may hold arrays, which must not be freed after `leave`.
-            iterator = place = failed = None
-            atexit.unregister(leave)
+            # They may hold arrays, which must not be freed after `_leave`.
+            self._iterator = self._place = self._batch = None
+            atexit.unregister(self._leave)
 
-    def leave() -> None:
-        queue.stop()
-        thread.join(_JOIN_SECONDS)
-
-    # A daemon, so that a blocked source cannot prevent exit. But a thread inside JAX must not
-    # outlive JAX, so `leave` waits for it briefly. `leave` runs before JAX shuts down, because
-    # atexit calls the last registered function first.
-    thread = threading.Thread(target=run, name="prefetch", daemon=True)
-    atexit.register(leave)
-    thread.start()
-    return thread
+    def _fill(self) -> None:
+        """Prepare a batch for each free slot, until stopped or the batches end."""
+        # A source may write into its buffers again while its batches wait, and jax on CPU uses the
+        # memory of numpy arrays without copying it.
+        copies = getattr(self._iterator, "reuses_buffers", True)
+        while True:
+            self.free.get()
+            if self.is_stopped:
+                return
+            if self._batch is _NONE:
+                self._batch = next(self._iterator)
+            try:
+                state = _copy_state(self._iterator)
+                copied = jax.tree.map(_copy_array, self._batch) if copies else self._batch
+                item = _Item(copied if self._place is None else _place(self._place, copied), state)
+            except BaseException as error:  # noqa: BLE001  raised by the iterator instead
+                self.ready.put(_Failure(error, self._batch))
+                return
+            self.ready.put(item)
+            self._batch = _NONE
+            del copied, item  # free their memory while the source reads the next one
 
 
 def _read_placing() -> tuple[Any, ...]:
     values = [getattr(jax.config, f"jax_{name}") for name in _PLACING]
     return (*values, jax.sharding.get_mesh())
-
-
-def _fill(queue: _Queue, iterator: Any, place: Place | None, batch: Any) -> None:
-    """Fill the queue until it is stopped or the batches end, with `batch` first unless `_NONE`."""
-    # A source may write into its buffers again while its batches wait, and jax on CPU uses the
-    # memory of numpy arrays without copying it.
-    copies = getattr(iterator, "reuses_buffers", True)
-    while queue.wait_for_slot():
-        batch = next(iterator, _END) if batch is _NONE else batch
-        if batch is _END:
-            raise StopIteration
-        try:
-            state = _copy_state(iterator)
-            copied = jax.tree.map(_copy_array, batch) if copies else batch
-            item = _Item(copied if place is None else _place(place, copied), state)
-        except BaseException as error:  # noqa: BLE001  raised by the iterator instead
-            queue.ready.put(_Failure(error, batch))
-            return
-        queue.ready.put(item)
-        batch = _NONE
-        del copied, item  # free their memory while the source reads the next one
 
 
 def _copy_state(iterator: Any) -> bytes | None:
