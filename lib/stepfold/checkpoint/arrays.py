@@ -21,6 +21,7 @@ from stepfold.checkpoint.leaves import (
     StoredArray,
     as_slices,
     checksum,
+    empty,
     map_arrays,
     overlap,
     region,
@@ -57,13 +58,13 @@ class ArrayReader:
     def problems(self, name: str) -> list[CheckpointError]:
         """List the errors of a leaf, one for each part that is damaged or cannot be read."""
         try:
-            store = self._open_array(name, self._leaves[name])
+            store = self._open_array(name)
         except CheckpointError as error:
             return [error]
         problems = []
-        for part, crc in self._shards[name].items():
+        for part in self._shards[name]:
             try:
-                self._read(store, name, part, crc)
+                self._read(store, name, part)
             except CheckpointError as error:
                 problems.append(error)
         return problems
@@ -77,22 +78,22 @@ class ArrayReader:
         """Read distinct regions of a leaf, each into its own array; raise on damage."""
         leaf = self._leaves[name]
         if 0 in leaf.shape:  # orbax stores nothing for empty arrays
-            return {part: _empty(part, leaf) for part in wanted}
-        store = self._open_array(name, leaf)
+            return {part: empty(part, leaf.dtype) for part in wanted}
+        store = self._open_array(name)
         arrays: dict[Region, np.ndarray] = {}
-        for part, crc in self._shards[name].items():
+        for part in self._shards[name]:
             overlaps = {
                 target: both for target in wanted if (both := overlap(part, target)) is not None
             }
             if not overlaps:
                 continue
-            values = self._read(store, name, part, crc)
+            values = self._read(store, name, part)
             for target, both in overlaps.items():
                 if target == part:  # no copy
                     arrays[target] = values
                     continue
                 if target not in arrays:
-                    arrays[target] = _empty(target, leaf)
+                    arrays[target] = empty(target, leaf.dtype)
                 arrays[target][as_slices(within(both, target))] = values[
                     as_slices(within(both, part))
                 ]
@@ -111,25 +112,35 @@ class ArrayReader:
                 yield error
 
     def _read_stored(self, name: str, stored: StoredArray) -> np.ndarray:
+        return self._verified(name, stored, lambda: self._read_stream(stored))
+
+    def _read(self, store: Any, name: str, part: Region) -> np.ndarray:
+        stored = self._shards[name][part]
+        label = f"{name}[{', '.join(f'{start}:{stop}' for start, stop in part)}]"
+        return self._verified(label, stored, lambda: self._read_part(store, part))
+
+    def _verified(
+        self, label: str, stored: StoredArray, read: Callable[[], np.ndarray]
+    ) -> np.ndarray:
+        """Read an array, or its bytes, and compare them with the checksum."""
         try:
-            content = self._read_stream(stored)
-        except (OSError, MemoryError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            is_missing = isinstance(error, FileNotFoundError)
-            kind = DamageError if is_missing else CheckpointError
-            raise kind(f"{name}: cannot be read: {_message(error)}") from error
-        if content.size < stored.leaf.bytes:
-            raise DamageError(f"{name}: it is shorter than when it was saved")
-        if checksum(content) != stored.checksum:
-            raise DamageError(f"{name}: the values are not those that were saved")
-        return content.view(jax.numpy.dtype(stored.leaf.dtype)).reshape(stored.leaf.shape)
+            array = read()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise self._error(label, error) from error
+        if array.nbytes < stored.leaf.bytes:
+            raise DamageError(f"{label}: it is shorter than when it was saved")
+        if checksum(array) != stored.checksum:
+            raise DamageError(f"{label}: the values are not those that were saved")
+        return array.view(jax.numpy.dtype(stored.leaf.dtype)).reshape(stored.leaf.shape)
 
     def _read_stream(self, stored: StoredArray) -> np.ndarray:
         path = stream_path(self._base["path"], stored.stream)
         return np.fromfile(path, np.uint8, stored.leaf.bytes, offset=stored.offset)
 
-    def _open_array(self, name: str, leaf: Leaf) -> Any:
+    def _open_array(self, name: str) -> Any:
+        leaf = self._leaves[name]
         kvstore = {"driver": "ocdbt", "base": self._base, "path": stored_name(name)}
         try:  # nothing is read yet, so that an error is no damage
             spec = tensorstore.Spec({"driver": "zarr", "kvstore": kvstore})
@@ -148,18 +159,6 @@ class ArrayReader:
             refuse(name, str(leaf._replace(key=None)), str(stored), kind=DamageError)
         return store
 
-    def _read(self, store: Any, name: str, part: Region, crc: int) -> np.ndarray:
-        label = f"{name}[{', '.join(f'{start}:{stop}' for start, stop in part)}]"
-        try:
-            array = self._read_part(store, part)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise self._error(label, error) from error
-        if checksum(array) != crc:
-            raise DamageError(f"{label}: the values are not those that were saved")
-        return array
-
     def _read_part(self, store: Any, part: Region) -> np.ndarray:
         array: np.ndarray = np.asarray(store[as_slices(part)].read().result())
         return array
@@ -169,11 +168,13 @@ class ArrayReader:
         return kind(f"{label}: cannot be read: {_message(error)}")
 
     def _is_damage(self, error: Exception) -> bool:
-        """Return whether an error of tensorstore is due to the bytes of the step.
+        """Return whether an error is due to the bytes of the step.
 
-        A path or a specification that it refuses says nothing about the step, and has the status of
-        a file with other content. So see whether it can read a file that is known to be there.
+        A path or a specification that tensorstore refuses says nothing about the step, and has the
+        status of a file with other content. So see whether it can read a file that is there.
         """
+        if isinstance(error, FileNotFoundError):
+            return True
         status = texts.STATUS.match(_message(error))
         # tensorstore raises INVALID_ARGUMENT as a ValueError without its name.
         if not (status[0] in texts.DAMAGE if status else type(error) is ValueError):
@@ -188,7 +189,3 @@ class ArrayReader:
 
 def _message(error: Exception) -> str:
     return f"{error}".partition("[")[0].strip() or type(error).__name__
-
-
-def _empty(part: Region, leaf: Leaf) -> np.ndarray:
-    return np.empty([stop - start for start, stop in part], jax.numpy.dtype(leaf.dtype))

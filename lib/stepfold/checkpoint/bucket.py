@@ -30,7 +30,6 @@ import numpy as np
 from stepfold.checkpoint import manifest
 from stepfold.checkpoint.arrays import ArrayReader
 from stepfold.checkpoint.leaves import (
-    Leaf,
     Region,
     StoredArray,
     arrays_of,
@@ -92,9 +91,8 @@ class BucketStore(Bucket):
 
     def other_names(self) -> list[str]:
         folders, names = self._folders(), self._names()
-        kept = self._folders_of(name for name in names if _COMMIT.fullmatch(name))
         markers = [name for name in names if _MARKER.fullmatch(name)]
-        kept |= self._folders_of(markers)
+        kept = self._folders_of([*filter(_COMMIT.fullmatch, names), *markers])
         return markers + [folder for folder in folders if folder not in kept]
 
     def saved_at(self, step: int) -> float:
@@ -189,15 +187,10 @@ class BucketStore(Bucket):
         raise CheckpointError(already_exists(self.location, step))
 
     def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
-        known = self.read_metadata(step).metrics or {}
-        folder = self._read_commit(step)["folder"]
-        name, stream = f"{folder}{manifest.LATER}", f"{folder}{manifest.LATER_ARRAYS}"
-        former = self.read_note(name) or {}
-        content, number, arrays = manifest.later_metadata({**known, **metrics}, extra, former)
-        self.write_stream(stream.format(number), arrays)
-        self.write_note(name, content)
-        # Keep the previous one, which another process may be reading.
-        self.delete_below(f"{stream.format(number - 2)}.")
+        manifest.add_metadata(self, step, self._read_commit(step)["folder"], metrics, extra)
+
+    def delete_stream(self, name: str) -> None:
+        self.delete_below(f"{name}.")
 
     def write_note(self, name: str, content: Any) -> None:
         self.write(name, manifest.encode_checked(content))
@@ -362,45 +355,43 @@ class BucketReader(ArrayReader):
 
     def __init__(self, start_read: Callable[[str], Any], contents: Manifest) -> None:
         self._leaves, self._shards = contents.leaves, contents.shards
-        self._places, (self._folder, self._object) = contents.places, contents.source
+        self._folder, self._object = contents.source
         self._start_read = lru_cache(_AT_ONCE)(start_read)  # small leaves share objects
 
-    def _open_array(self, name: str, leaf: Leaf) -> tuple[str, Leaf]:
-        return name, leaf
+    def _open_array(self, name: str) -> Mapping[Region, StoredArray]:
+        return self._shards[name]
 
     def _is_damage(self, error: Exception) -> bool:  # noqa: ARG002
-        return False  # `_read_part` raises a DamageError itself
+        return False  # `_read_object` raises a DamageError itself
 
-    def _read_part(self, store: tuple[str, Leaf], part: Region) -> np.ndarray:
-        name, leaf = store
-        process, offset = self._places[name, part]
-        array = np.empty([stop - start for start, stop in part], jax.numpy.dtype(leaf.dtype))
-        self._fill(f"{process}", offset, array.reshape(-1).view(np.uint8))
-        return array
+    def _read_part(self, store: Mapping[Region, StoredArray], part: Region) -> np.ndarray:
+        return self._read_stream(store[part])
 
     def _read_stream(self, stored: StoredArray) -> np.ndarray:
-        start, size = stored.offset, stored.leaf.bytes
-        if size:  # before memory is allocated, see whether the last object is there
-            self._fill(stored.stream, start + size - 1, np.empty(1, np.uint8))
-        content = np.empty(size, np.uint8)
-        self._fill(stored.stream, start, content)
+        size, prefix = stored.leaf.bytes, f"{self._folder}{stored.stream}."
+        if not size:
+            return np.empty(0, np.uint8)
+        first, start = divmod(stored.offset, self._object)
+        last = (stored.offset + size - 1) // self._object
+        self._read_object(f"{prefix}{last:06d}")  # before memory is allocated
+        content, filled = np.empty(size, np.uint8), 0
+        for number in range(first, last + 1):
+            if number < last:  # read one ahead
+                self._start_read(f"{prefix}{number + 1:06d}")
+            found = self._read_object(f"{prefix}{number:06d}")
+            piece = np.frombuffer(found, np.uint8)[start : start + size - filled]
+            content[filled : filled + piece.size] = piece
+            filled, start = filled + piece.size, 0
+        if filled < size:
+            raise DamageError(f"{prefix}{last:06d}: it is shorter than when it was saved")
         return content
 
-    def _fill(self, stream: str, offset: int, memory: np.ndarray) -> None:
-        """Read bytes of a stream."""
-        first, start = divmod(offset, self._object)
-        stop = -(-(offset + memory.size) // self._object)
-        names = [f"{self._folder}{stream}.{number:06d}" for number in range(first, stop)]
-        for i, object_name in enumerate(names):
-            reads = [self._start_read(each) for each in names[i : i + 2]]  # one ahead
-            found = reads[0]()
-            if found.state == "missing":
-                raise DamageError(f"{object_name}: missing")
-            piece = np.frombuffer(found.value, np.uint8)[start : start + memory.size]
-            memory[: piece.size] = piece
-            memory, start = memory[piece.size :], 0
-        if memory.size:
-            raise DamageError(f"{names[-1]}: it is shorter than when it was saved")
+    def _read_object(self, name: str) -> bytes:
+        found = self._start_read(name)()
+        if found.state == "missing":
+            raise DamageError(f"{name}: missing")
+        content: bytes = found.value
+        return content
 
 
 def _cut(arrays: Iterable[np.ndarray]) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ Checksums are computed from the values in memory, so that they also cover the wa
 """
 
 import base64
+import math
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +48,7 @@ class Leaf(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * jnp.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 def arrays_of(state: Any, group: Group | None = None) -> dict[str, Any]:
@@ -159,6 +160,11 @@ def region(index: Sequence[slice], shape: Sequence[int]) -> Region:
 def as_slices(part: Region) -> tuple[slice, ...]:
     """Convert a region to an index."""
     return tuple(slice(*ends) for ends in part)
+
+
+def empty(part: Region, dtype: str) -> np.ndarray:
+    """Allocate an array for a region of a leaf."""
+    return np.empty([stop - start for start, stop in part], jnp.dtype(dtype))
 
 
 def overlap(one: Region, other: Region) -> Region | None:
@@ -287,9 +293,9 @@ _DEPTH = 100  # levels of JSON, within Python's limit of recursion
 
 @dataclass(frozen=True)
 class StoredArray:
-    """A numpy array of a checkpoint that is not read yet, at an offset in a stream.
+    """An array of a checkpoint that is not read yet: a shard of a leaf, or a value next to them.
 
-    Two of them are equal if their values are.
+    Its bytes are at an offset in a stream. Two of them are equal if their values are.
     """
 
     leaf: Leaf

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,10 +93,9 @@ class Manifest(NamedTuple):
 
     metadata: StepMetadata
     leaves: dict[str, Leaf]
-    shards: dict[str, dict[Region, int]]
+    shards: dict[str, dict[Region, StoredArray]]
     data: list[Any]
     bytes: int
-    places: dict[tuple[str, Region], tuple[int, int]]  # the process, and its bytes before a shard
     source: Any = None  # in object storage: the folder, and the size of its objects
 
     @property
@@ -143,21 +142,17 @@ def step_metadata(
     if step is None:
         refuse("step", "a number", "none, and the state has no `step`", "give step=…")
     numbers = {name: _number(f"metrics/{name}", value) for name, value in metrics.items()}
+    step = read_integer("step", step, minimum=0)
+    if not _is_count(step):
+        refuse("step", "an integer below 2**63", f"{step}")
     return StepMetadata(
-        step=_read_step(step),
+        step=step,
         data=to_json(data, "data", copy_array),
         metrics=to_json(numbers, "metrics"),
         extra=to_json(extra, "extra", copy_array),
         best=best,
         awaits=[*awaits],
     )
-
-
-def _read_step(step: Any) -> int:
-    number = read_integer("step", step, minimum=0)
-    if not _is_count(number):
-        refuse("step", "an integer below 2**63", f"{number}")
-    return number
 
 
 def _number(name: str, value: Any) -> float:
@@ -202,19 +197,21 @@ def process_manifest(
     return content, arrays
 
 
-def later_metadata(
-    metrics: Mapping[str, Any], extra: Any, former: Mapping[str, Any]
-) -> tuple[dict[str, Any], int, list[np.ndarray]]:
-    """Return the content of `LATER` after the former one, and the arrays in it.
-
-    They are the content of the stream `LATER_ARRAYS` with the returned number.
-    """
-    arrays: list[np.ndarray] = []
-    content = {"metrics": metrics, "extra": take_arrays(extra, arrays)}
-    number = former.get("stream", 0) + 1
+def add_metadata(
+    store: Any, step: int, folder: str, metrics: Mapping[str, Any], extra: Any
+) -> None:
+    """Add metrics to a step in a folder of a store, and replace its `extra`, as of one moment."""
+    known, name = store.read_metadata(step).metrics or {}, f"{folder}{LATER}"
+    number = (store.read_note(name) or {}).get("stream", 0) + 1
+    stream, arrays = f"{folder}{LATER_ARRAYS}".format, list[np.ndarray]()
+    content = {"metrics": {**known, **metrics}, "extra": take_arrays(extra, arrays)}
     if arrays or number > 1:
         content |= {"stream": number, "arrays": describe_arrays(arrays)}
-    return content, number, arrays
+    if arrays:
+        store.write_stream(stream(number), arrays)
+    store.write_note(name, content)
+    # Keep the previous one, which another process may be reading.
+    store.delete_stream(stream(number - 2))
 
 
 def write_leaves(
@@ -351,8 +348,8 @@ def merge_processes(processes: Sequence[Any], metadata: StepMetadata) -> Manifes
     """Merge the manifests of all processes."""
     leaves = {name: _read_leaf(name, *leaf) for name, leaf in processes[0]["leaves"].items()}
     _expect(leaves, "leaves", leaves)
-    shards: dict[str, dict[Region, int]] = {name: {} for name in leaves}
-    places, total, data = {}, 0, list[Any]()
+    shards: dict[str, dict[Region, StoredArray]] = {name: {} for name in leaves}
+    total, data = 0, list[Any]()
     for number, process in enumerate(processes):
         _expect(process["processes"] == len(processes), "processes", process["processes"])
         own = process["metadata"]
@@ -363,14 +360,13 @@ def merge_processes(processes: Sequence[Any], metadata: StepMetadata) -> Manifes
         for name, index, crc in process["shards"]:
             part = tuple((start, stop) for start, stop in index)
             _expect(_is_count(crc) and part not in shards[name], f"a shard of {name}", part)
-            shards[name][part] = crc
-            places[name, part] = number, offset
-            size = math.prod(stop - start for start, stop in part)
-            offset += size * jax.numpy.dtype(leaves[name].dtype).itemsize
+            shard = Leaf(tuple(stop - start for start, stop in part), leaves[name].dtype)
+            shards[name][part] = StoredArray(shard, crc, f"{number}", offset)
+            offset += shard.bytes
         total += offset
     for name, leaf in leaves.items():
         _check_coverage(name, leaf, shards[name])
-    merged = Manifest(metadata, leaves, shards, data, total, places)
+    merged = Manifest(metadata, leaves, shards, data, total)
     total += sum(array.leaf.bytes for array in merged.arrays.values())
     return merged._replace(bytes=total)
 
@@ -387,7 +383,7 @@ def _read_leaf(name: str, shape: Any, dtype: Any, key: Any) -> Leaf:
     return leaf
 
 
-def _check_coverage(name: str, leaf: Leaf, parts: Mapping[Region, int]) -> None:
+def _check_coverage(name: str, leaf: Leaf, parts: Collection[Region]) -> None:
     """Check that the shards of a leaf form a grid, which covers every element exactly once."""
     if 0 in leaf.shape:  # nothing is stored
         return

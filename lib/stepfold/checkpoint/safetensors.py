@@ -34,6 +34,7 @@ from stepfold.checkpoint.leaves import (
     as_slices,
     bytes_of,
     converted,
+    empty,
     leaf_of,
     make_leaf,
     overlap,
@@ -463,7 +464,7 @@ def _read(
     arrays: Mapping[str, np.ndarray[Any, Any]],
 ) -> np.ndarray[Any, Any]:
     """Copy a region of a leaf from arrays, each of which has tied copies."""
-    values = np.empty([stop - start for start, stop in wanted], leaf_of(like).dtype)
+    values = empty(wanted, leaf_of(like).dtype)
     for part, name, copies in sources:
         both = overlap(wanted, part.ours)
         if both is None:

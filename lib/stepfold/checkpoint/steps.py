@@ -101,6 +101,15 @@ def converted_errors(path: Path, problem: str) -> Iterator[None]:
         ) from error
 
 
+def names_in(folder: Path) -> list[str]:
+    """List the names in a folder; none if there is no such folder."""
+    with converted_errors(folder, "cannot be read"):
+        try:
+            return os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
 def check_regular(
     path: Path, kind: type[CheckpointError] = CheckpointError, limit: float = math.inf
 ) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 import jax
+import numpy as np
 
 from stepfold.checkpoint import manifest
 from stepfold.checkpoint.manifest import (
@@ -38,6 +39,7 @@ from stepfold.checkpoint.steps import (
     converted_errors,
     join_location,
     locked,
+    names_in,
     read_directory,
     sync,
 )
@@ -131,13 +133,8 @@ class DirectoryStore:
 
     def _read_first(self, step: int) -> tuple[StepMetadata, Any, int]:
         """Check that all files exist; return the metadata, first manifest and number of bytes."""
-        folder, names = self._path(step) / manifest.STATE, list[str]()
-        with (
-            converted_errors(folder, "cannot be read"),
-            suppress(FileNotFoundError, NotADirectoryError),
-        ):
-            names = os.listdir(folder)
-        if not any(name.endswith(".json") for name in names):
+        folder = self._path(step) / manifest.STATE
+        if not any(name.endswith(".json") for name in names_in(folder)):
             expected, got = "a checkpoint that stepfold saved", "a folder without a manifest"
             advice = "stepfold.restore reads what orbax saved alone; save that with stepfold.save"
             refuse(self.path_of(step), expected, got, advice, kind=NoManifestError)
@@ -147,8 +144,7 @@ class DirectoryStore:
             if sizes.get(name) != size:
                 got = f"{sizes[name]:,}" if name in sizes else "none"
                 refuse(name, f"{size:,} bytes", got, kind=DamageError)
-        path = folder / manifest.LATER
-        later = manifest.read_checked(path) if path.exists() else {}
+        later = self.read_note(f"{step}/{manifest.STATE}/{manifest.LATER}") or {}
         metadata = manifest.metadata_of(first, later, self.path_of(step), step)
         added = sum(size for name, size in sizes.items() if name.startswith("later"))
         return metadata, first, sum(recorded.values()) + added
@@ -170,13 +166,8 @@ class DirectoryStore:
 
     def list_notes(self, folder: str) -> list[str]:
         """List the names of the notes in a folder next to the steps, without that of the folder."""
-        with (
-            converted_errors(self.directory / folder, "cannot be read"),
-            suppress(FileNotFoundError, NotADirectoryError),
-        ):
-            names = os.listdir(self.directory / folder)
-            return sorted(name for name in names if not name.endswith(".new"))
-        return []
+        names = names_in(self.directory / folder)
+        return sorted(name for name in names if not name.endswith(".new"))
 
     # Saving
 
@@ -193,26 +184,30 @@ class DirectoryStore:
 
     def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
         """Atomically add metrics to a step, and replace its `extra`."""
-        known = self.read_metadata(step).metrics or {}
-        folder = self._path(step) / manifest.STATE
-        path = folder / manifest.LATER
-        former = manifest.read_checked(path) if path.exists() else {}
-        later = manifest.later_metadata({**known, **metrics}, extra, former)
-        content, number, arrays = later
-        stream = manifest.stream_path(folder, manifest.LATER_ARRAYS.format(number))
-        if arrays:
-            with converted_errors(stream, "cannot be written"):
-                manifest.write_stream(stream, arrays)
-                sync(stream)
-        self._replace(path, content)
-        # Keep the previous one, which another process may be reading.
-        old = manifest.LATER_ARRAYS.format(number - 2)
+        manifest.add_metadata(self, step, f"{step}/{manifest.STATE}/", metrics, extra)
+
+    def write_stream(self, name: str, arrays: Iterable[np.ndarray]) -> None:
+        """Write arrays one after the other, and return when they are durable."""
+        path = manifest.stream_path(self.directory, name)
+        with converted_errors(path, "cannot be written"):
+            manifest.write_stream(path, arrays)
+            sync(path)
+
+    def delete_stream(self, name: str) -> None:
+        """Delete what `write_stream` wrote, if it exists."""
         with suppress(OSError):
-            manifest.stream_path(folder, old).unlink()
+            manifest.stream_path(self.directory, name).unlink()
 
     def write_note(self, name: str, content: Any) -> None:
         """Atomically write JSON next to the steps, and return when it is durable."""
-        self._replace(self.directory / name, content)
+        path = self.directory / name
+        new = path.with_name(f"{path.name}.new")
+        with converted_errors(path, "cannot be written"):
+            path.parent.mkdir(exist_ok=True)
+            manifest.write_checked(new, content)
+            sync(new)
+            new.replace(path)
+            sync(path.parent)
 
     def add_note(self, name: str, content: Any) -> bool:
         """Write a note as `write_note` does, unless it exists; return whether it was written."""
@@ -236,15 +231,6 @@ class DirectoryStore:
                 new.unlink(missing_ok=True)
             sync(path.parent)
             return True
-
-    def _replace(self, path: Path, content: Any) -> None:
-        new = path.with_name(f"{path.name}.new")
-        with converted_errors(path, "cannot be written"):
-            path.parent.mkdir(exist_ok=True)
-            manifest.write_checked(new, content)
-            sync(new)
-            new.replace(path)
-            sync(path.parent)
 
     # Removing
 
@@ -309,12 +295,7 @@ class DirectoryStore:
         ]
 
     def _entries(self) -> list[Path]:
-        with (
-            converted_errors(self.directory, "cannot be read"),
-            suppress(FileNotFoundError, NotADirectoryError),
-        ):
-            return list(self.directory.iterdir())
-        return []
+        return [self.directory / name for name in names_in(self.directory)]
 
 
 Store = Union[DirectoryStore, "BucketStore"]
@@ -355,12 +336,7 @@ def local_path(directory: Any) -> Path | None:
 
 def _layout_of(path: Path) -> str | None:
     """Return "directory" or "bucket" if a folder has steps in one of the layouts."""
-    names = []
-    with (
-        converted_errors(path, "cannot be read"),
-        suppress(FileNotFoundError, NotADirectoryError),
-    ):
-        names = os.listdir(path)
+    names = names_in(path)
     layouts = {layout for layout, name in _LAYOUTS.items() if any(map(name.fullmatch, names))}
     if len(layouts) > 1:
         expected, got = "steps in one layout", "both folders of steps, and those of a bucket"
