@@ -77,7 +77,8 @@ def average_checkpoints(
             by_path = {tuple(name.split("/")): array for name, array in empty.items()}
             like = empty[""] if "" in empty else tree.nested(by_path)
         else:
-            match(first, like, where=f"{store.path_of(numbers[0])}: {part}", advice="")
+            where = f"{store.path_of(numbers[0])}: {part}"
+            match(first, like, where=where, advice=lambda _: "")
         readers = {
             store.path_of(number): store.open_arrays(number, found)
             for number, found in manifests.items()

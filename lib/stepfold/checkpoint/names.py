@@ -210,13 +210,7 @@ def _read_rule(argument: str, value: Any) -> NameRule:
         if not is_same or not own <= names[theirs[0]]:
             expected = f"the placeholders of {theirs[0]!r}, the same in all paths and in all names"
             refuse(argument, expected, repr(text), "correct what is between { and }")
-    order, sizes = (
-        [as_integer(each) for each in numbers] if isinstance(numbers, tuple) else [None]
-        for numbers in (
-            () if rule.transpose is None else rule.transpose,
-            (1,) * len(theirs) if rule.sizes is None else rule.sizes,
-        )
-    )
+    order, sizes = _integers(rule.transpose, ()), _integers(rule.sizes, (1,) * len(theirs))
     if {*order} != {*range(len(order))}:
         got = repr(rule.transpose)
         refuse(f"{argument}: transpose", "every axis once, such as (1, 0)", got)
@@ -231,6 +225,11 @@ def _read_rule(argument: str, value: Any) -> NameRule:
 
 def _texts(side: Any) -> tuple[str, ...]:
     return side if isinstance(side, tuple) else (side,)
+
+
+def _integers(value: Any, default: tuple[int, ...]) -> list[int | None]:
+    value = default if value is None else value
+    return [as_integer(each) for each in value] if isinstance(value, tuple) else [None]
 
 
 def _placeholders(argument: str, text: Any) -> list[str]:

@@ -17,16 +17,6 @@ from stepfold.internals.orbax import HOST, describe_tree, read_tree
 _TREE = "_METADATA"  # the file that describes a tree of arrays, in its folder
 
 
-def is_of_orbax(step: Path) -> bool:
-    """Whether orbax has saved arrays in the folder of a step."""
-    return bool(_trees_in(step))
-
-
-def _trees_in(step: Path) -> list[Path]:
-    folders = (step, *sorted(step.glob("*")))  # none if the step was deleted meanwhile
-    return [folder for folder in folders if (folder / _TREE).exists()]
-
-
 class OrbaxReader:
     """The arrays of a step.
 
@@ -34,11 +24,12 @@ class OrbaxReader:
     begin with the name of the item, as in `params/kernel`; those of a single one do not.
 
     Attributes:
-      leaves: their shapes and dtypes, by path.
+      leaves: their shapes and dtypes, by path; empty if orbax has saved none.
     """
 
     def __init__(self, step: Path) -> None:
-        folders = _trees_in(step)
+        folders = [step, *sorted(step.glob("*"))]  # none if the step was deleted meanwhile
+        folders = [folder for folder in folders if (folder / _TREE).exists()]
         self._trees: list[tuple[Path, Any, list[str]]] = []  # with the paths of its leaves
         self.leaves: dict[str, Leaf] = {}
         for folder in folders:

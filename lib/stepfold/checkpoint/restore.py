@@ -130,9 +130,8 @@ def restore(
     (0, {'step': 0}, {'lr': 0.001}, (4, 2))
     """
     options: Any = {"parts": parts, "rename": rename, "cast": cast, "partial": partial}
-    stores = [open_together(directory)]
-    options |= {"reads_orbax": True}
-    return restore_from(stores, like, step=step, best=best, fall_back=fall_back, **options)[0]
+    options |= {"step": step, "best": best, "fall_back": fall_back, "reads_orbax": True}
+    return restore_from([open_together(directory)], like, **options)[0]
 
 
 def restore_from(
@@ -259,12 +258,12 @@ def _restore_from_orbax(
     store: DirectoryStore, step: int, like: Any, error: NoManifestError, **options: Any
 ) -> Restored:
     """Read a step that orbax saved without stepfold; raise the error if it did not."""
-    from stepfold.checkpoint.orbax_reader import OrbaxReader, is_of_orbax  # lazy: imports orbax
+    from stepfold.checkpoint.orbax_reader import OrbaxReader  # lazy: imports orbax
 
     path = Path(store.path_of(step))
-    if not is_of_orbax(path):
-        raise error
     reader = OrbaxReader(path)
+    if not reader.leaves:
+        raise error
     sources, not_loaded = match(reader.leaves, like, where=str(path), **options)
     wanted = dict(tree.named_leaves(like))
     arrays = reader.read({old: wanted[name] for name, old in sources.items()})
@@ -422,10 +421,8 @@ def match(
     if differences and not partial:
         if callable(advice):
             text = advice([name for name, _, _ in differences])
-        elif advice:
+        else:
             text = _specific_advice(differences, may_rename=not callable(rename)) or advice
-        else:  # the caller has none of the options
-            text = ""
         raise TreeMismatchError(f"{where}: {_describe(differences, like, text)}")
     if not sources and (wanted or old_names):
         advice = f"saved are {_some(saved)}, wanted {_some(wanted)}, parts {parts}"
@@ -471,13 +468,11 @@ def _old_names(saved: Mapping[str, Leaf], rename: Rename | None) -> dict[str, st
 
 def _rename_branch(name: str, rename: Mapping[str, str]) -> Any:
     """Rename by the longest matching branch."""
-    keys = name.split("/")
-    for length in range(len(keys), 0, -1):
-        branch = "/".join(keys[:length])
-        if branch in rename:
-            new = rename[branch]
-            return "/".join([new, *keys[length:]]) if isinstance(new, str) else new
-    return name
+    branches = [old for old in rename if f"{name}/".startswith(f"{old}/")]
+    if not branches:
+        return name
+    old = max(branches, key=len)
+    return f"{rename[old]}{name[len(old) :]}" if isinstance(rename[old], str) else rename[old]
 
 
 def _fits(have: Leaf, want: Leaf, cast: bool) -> bool:

@@ -106,11 +106,10 @@ class Series(StepReader):
         rule = Rule(policy.keep, policy.keep_every, self._ranking, policy.keep_best)
         self._retention = {location: Retention(self.store, rule)}
         self._temporary: Store | None = None
-        if policy.temporary is not None:
-            self._temporary = open_temporary(policy.temporary, self.store, group)
-        if policy.temporary is not None and self._temporary is not None:
-            retention = Retention(self._temporary, Rule(policy.temporary.keep))
-            self._retention[self._temporary.location] = retention
+        temporary = policy.temporary
+        if temporary and (store := open_temporary(temporary, self.store, group)):
+            self._temporary = store
+            self._retention[store.location] = Retention(store, Rule(temporary.keep))
         self.group = group  # see `join`
         self.saved: int | None = None
         self.restored_temporary = False
@@ -330,17 +329,11 @@ class Series(StepReader):
 
     def wait(self) -> None:
         """Wait until the pending save is on disk, and raise its error."""
-        if self.group is not None and self._thread is not None:  # which may wait for a dead process
-            while not self.group.poll(not self._is_saving(), "a save"):
-                self._is_saving(_POLL_SECONDS)
+        if (thread := self._thread) is not None and self.group is not None:
+            while not self.group.poll(not thread.is_alive(), "a save"):  # a process may die
+                thread.join(_POLL_SECONDS)
         self._join_thread()
         self._raise_errors()
-
-    def _is_saving(self, seconds: float = 0.0) -> bool:
-        """Wait for the pending save at most so long; return whether it is still pending."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-        return self._thread is not None and self._thread.is_alive()
 
     def _join_thread(self) -> None:
         if self._thread is not None:
