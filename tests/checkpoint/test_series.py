@@ -411,7 +411,7 @@ def test_a_policy_reads_and_does_nothing_on_disk(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize("name", ["save", "add_later", "wait", "close", "write_note"])
+@pytest.mark.parametrize("name", ["save", "add_later", "wait", "close", "delete_after"])
 def test_a_policy_leads_to_the_open_series(tmp_path, name):
     policy = sf.Checkpoints(tmp_path)
     assert not hasattr(policy, name)

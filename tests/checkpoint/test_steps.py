@@ -27,10 +27,6 @@ from stepfold.checkpoint.store import DirectoryStore
 from stepfold.errors import CheckpointError
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
 def test_a_directory_is_read_and_made_where_asked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert steps.read_directory("a/b") == tmp_path / "a" / "b"

@@ -20,6 +20,7 @@ import pytest
 import stepfold as sf
 from stepfold import Series
 from stepfold.checkpoint.store import DirectoryStore
+from stepfold.loop.rollback import Rollbacks
 
 
 def trains(runs):
@@ -78,7 +79,7 @@ def stops_while_it_goes_back(runs, kills):
 
         setattr(owner, method, stopping)
 
-    wrap(Series, "write_note")
+    wrap(Rollbacks, "_write")
     wrap(Series, "delete_after")
     wrap(DirectoryStore, "delete")
     trains(runs)

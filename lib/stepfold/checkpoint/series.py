@@ -26,7 +26,7 @@ from stepfold.checkpoint.store import (
     metrics_of,
     open_to_save,
 )
-from stepfold.checkpoint.temporary import Temporary, open_temporary
+from stepfold.checkpoint.temporary import open_temporary
 from stepfold.checkpoint.verify import damage_of, newest_complete
 from stepfold.core.processes import Group, agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
@@ -168,11 +168,6 @@ class Series(StepReader):
         self.close()
 
     @property
-    def temporary(self) -> Temporary | None:
-        """The schedule of temporary saves, if there is one."""
-        return self.policy.temporary
-
-    @property
     def ranking(self) -> Best | None:
         return self._ranking
 
@@ -195,7 +190,7 @@ class Series(StepReader):
         return self._due[1] is not None
 
     def _kind_due(self, step: int, epoch: int | None) -> _Kind | None:
-        policy, temporary = self.policy, self.temporary
+        policy, temporary = self.policy, self.policy.temporary
         if step < 1 or step == self.saved:
             return None
         if is_scheduled(step, epoch, policy.every, policy.every_epochs):
@@ -370,16 +365,6 @@ class Series(StepReader):
             metadata = step_metadata({}, step=step, data=None, metrics=metrics, extra=extra)
             store.add_metadata(step, metadata.metrics or {}, metadata.extra)
             self._retention[store.location].forget(step)
-
-    def read_note(self, name: str) -> Any:
-        """Return the JSON that `write_note` wrote next to the steps, or None."""
-        self._check_open()
-        return self.store.read_note(name)
-
-    def write_note(self, name: str, content: Any) -> None:
-        """Atomically write JSON next to the steps, on process 0, and return when it is durable."""
-        self._check_open()
-        self.store.write_note(name, content)
 
     def delete_after(self, step: int, is_expendable: Callable[[Any], bool] | None = None) -> None:
         """Delete later steps, on process 0: all, or those whose `extra` the function accepts.

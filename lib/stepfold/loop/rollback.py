@@ -138,7 +138,7 @@ class Rollbacks:
     def _read_note(self) -> list[Any]:
         """Read and validate the note, since what it says leads to the deletion of checkpoints."""
         try:
-            note = self._series.read_note(_NOTE)
+            note = self._series.store.read_note(_NOTE)
             return _checked([] if note is None else note)
         except (DamageError, ValueError) as error:
             argument, reason = f"{self._series.directory}: {_NOTE}", str(error)
@@ -149,4 +149,4 @@ class Rollbacks:
     def _write(self) -> None:
         with agreement(f"{self._series.directory}: {_NOTE} is not written", self._series.group):
             if jax.process_index() == 0:
-                self._series.write_note(_NOTE, self.done)
+                self._series.store.write_note(_NOTE, self.done)

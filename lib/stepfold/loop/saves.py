@@ -48,7 +48,8 @@ class Save:
     def next(self, run: Run) -> float:
         if self._series is None:
             return math.inf
-        policies = filter(None, [self._series.policy, self._series.temporary])
+        policy = self._series.policy
+        policies = filter(None, [policy, policy.temporary])
         return min(self._plan.next_due(policy, run.step) for policy in policies)
 
     def is_due(self, run: Run) -> bool:

@@ -172,7 +172,7 @@ class Session:
 
     def _plan(self) -> Plan:
         run, feed, options = self.run, self.feed, self._options
-        saves = [] if self.series is None else [self.series.policy, self.series.temporary]
+        saves = [] if self.series is None else [self.series.policy, self.series.policy.temporary]
         first_step = run.step - run.batches_used
         # In an elastic run, all wait for the devices at a log point anyway.
         is_exact = self.hooks.needs_exact_state or self.peers.group is not None
