@@ -13,6 +13,8 @@ import stepfold as sf
 from stepfold.checkpoint.__main__ import main
 from stepfold.checkpoint.store import DirectoryStore
 
+from .folders import damage
+
 
 def state(value):
     return {
@@ -55,12 +57,6 @@ def sentence(lines):
     return " ".join(word for line in lines for word in line)
 
 
-def damage(folder, step):
-    good = state(step)["w"].tobytes()
-    for path in (folder / str(step)).rglob("d/*"):
-        path.write_bytes(path.read_bytes().replace(good, good[::-1]))
-
-
 def test_steps_are_listed(folder, says):
     (folder / "2" / "state" / "_METADATA").unlink()
     (folder / "7.damaged").mkdir()
@@ -92,7 +88,7 @@ def test_the_newest_is_shown_or_the_one_asked_for(folder, says):
 
 def test_damage_is_told_by_the_code_too(folder, says):
     assert says("verify", folder) == (0, [["1:", "good"], ["2:", "good"]])
-    damage(folder, 2)
+    damage(folder, 2, state(2)["w"])
     code, lines = says("verify", folder)
     assert code == 1
     assert lines[:2] == [["1:", "good"], ["2:", "damaged"]]
@@ -166,7 +162,7 @@ def test_numbers_that_are_none_are_compared_without_a_warning(tmp_path, says):
 
 
 def test_a_damaged_value_in_a_comparison_is_told_as_damage(folder, says):
-    damage(folder, 2)
+    damage(folder, 2, state(2)["w"])
     code, lines = says("diff", folder, 1, 2)
     assert code == 1
     assert "step 2: w[0:4096]: the values are not those that were saved" in sentence(lines)

@@ -17,6 +17,7 @@ from stepfold.checkpoint.store import DirectoryStore
 from stepfold.core.processes import KeyValues
 from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError
 
+from .folders import damage, names
 from .sameness import check_same
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
@@ -44,15 +45,6 @@ def numbers(value):
     return {"w": jnp.asarray(noise(value)), "i": jnp.int32(value)}
 
 
-def damage(folder, step):
-    """Change a bit of the numbers, wherever they lie."""
-    good = noise(step).tobytes()
-    found = [path for path in (folder / str(step)).rglob("d/*") if good in path.read_bytes()]
-    for path in found:
-        path.write_bytes(path.read_bytes().replace(good, bytes([good[0] ^ 1]) + good[1:]))
-    assert found
-
-
 @pytest.fixture(scope="module")
 def saved_series(tmp_path_factory):
     folder = tmp_path_factory.mktemp("series")
@@ -66,10 +58,6 @@ def saved_series(tmp_path_factory):
 def series(saved_series, tmp_path):
     """Give a folder with steps 1 to 4, of which 2 has the least loss, and 3 the next."""
     return shutil.copytree(saved_series, tmp_path, dirs_exist_ok=True)
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("sharded", full_but([True], [False, True]))
@@ -138,7 +126,7 @@ def test_any_step_is_restored(series):
 def test_the_next_is_taken_as_long_as_one_is_good(series, step, way, instead):
     broken = []
     for bad, good in itertools.pairwise(way):
-        damage(series, bad)
+        damage(series, bad, noise(bad))
         broken.append(bad)
         with pytest.warns(RuntimeWarning) as warned:
             found = sf.restore(series, numbers(0), step=step)
@@ -151,7 +139,7 @@ def test_the_next_is_taken_as_long_as_one_is_good(series, step, way, instead):
         assert list(found.damaged) == broken
         assert found.damaged[bad][0].endswith("the values are not those that were saved")
         check_same(found.state, numbers(good))
-    damage(series, way[-1])
+    damage(series, way[-1], noise(way[-1]))
     words = f"expected a good checkpoint, got none: .*step {way[-1]}: [iw].*: the values are not"
     with pytest.raises(CheckpointError, match=words):
         sf.restore(series, numbers(0), step=step)
@@ -159,21 +147,21 @@ def test_the_next_is_taken_as_long_as_one_is_good(series, step, way, instead):
 
 @pytest.mark.parametrize("options", [{"step": 4}, {"fall_back": False}])
 def test_a_damaged_step_that_was_asked_for_is_refused_and_left(series, options):
-    damage(series, 4)
+    damage(series, 4, noise(4))
     with pytest.raises(CheckpointError, match=r"got none: step 4: w\[0:4096\]: the values are not"):
         sf.restore(series, numbers(0), **options)
     assert names(series) == ["1", "2", "3", "4"]
 
 
 def test_damage_that_is_not_looked_at_does_not_matter(series):
-    damage(series, 4)
+    damage(series, 4, noise(4))
     found = sf.restore(series, numbers(0), parts=("i",))
     assert (found.step, found.not_loaded) == (4, {"w": "not among the parts"})
     check_same(found.state, {"i": jnp.int32(4), "w": numbers(0)["w"]})
 
 
 def test_another_tree_is_refused_before_anything_is_read(series):
-    damage(series, 4)
+    damage(series, 4, noise(4))
     with pytest.raises(TreeMismatchError, match=r"w +float32\[4096\] +float32\[65\]"):
         sf.restore(series, {"w": jnp.ones(65), "i": jnp.int32(0)})
     assert names(series) == ["1", "2", "3", "4"]

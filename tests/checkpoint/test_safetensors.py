@@ -27,6 +27,8 @@ import stepfold as sf
 from stepfold.checkpoint import safetensors as safetensors_module
 from stepfold.core.processes import KeyValues
 
+from .folders import names
+
 CODES = {
     "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "uint8": "U8",
     "uint16": "U16", "uint32": "U32", "uint64": "U64", "float8_e4m3fn": "F8_E4M3",
@@ -327,10 +329,6 @@ def test_paths_that_are_something_else_are_refused(tmp_path):
 
 
 # Files as one thing
-
-
-def names(folder):
-    return sorted(file.name for file in folder.iterdir())
 
 
 def save(target, values):

@@ -18,6 +18,7 @@ from stepfold.checkpoint.manifest import step_metadata
 from stepfold.checkpoint.store import DirectoryStore
 from stepfold.errors import CheckpointError, ConfigError
 
+from .folders import names
 from .sameness import check_same
 
 STATE = {"w": jax.device_put(np.arange(3, dtype=np.float32))}
@@ -35,10 +36,6 @@ def fails(monkeypatch):
 
     monkeypatch.setattr(manifest, "write_leaves", write)
     return wrong
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def ended(series):

@@ -20,9 +20,7 @@ from stepfold.checkpoint.restore import rank_steps
 from stepfold.checkpoint.store import DirectoryStore, complete_steps, open_store
 from stepfold.errors import CheckpointError
 
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+from .folders import names
 
 
 def test_steps_are_folders_called_by_a_number(tmp_path):

@@ -13,6 +13,8 @@ import stepfold as sf
 from stepfold.checkpoint import manifest, writer
 from stepfold.errors import CheckpointError, ConfigError
 
+from .folders import damage
+
 
 def state(step):
     return {"w": jax.device_put(np.arange(1000) + step)}
@@ -41,15 +43,6 @@ def local(folder):
 
 def steps_in(folder):
     return [*sf.verify(folder)]
-
-
-def damage(folder, step):
-    """Change the values of the array on disk."""
-    good = np.asarray(state(step)["w"]).tobytes()
-    files = [path for path in (folder / f"{step}").rglob("d/*") if good in path.read_bytes()]
-    assert files
-    for path in files:
-        path.write_bytes(path.read_bytes().replace(good, good[::-1]))
 
 
 def test_a_permanent_save_deletes_the_temporary_ones_up_to_it(tmp_path):
@@ -107,7 +100,7 @@ def test_a_damaged_temporary_step_falls_back(tmp_path, steps):
     with series_in(tmp_path, local={"keep": 2}) as series:
         run(series, steps)
     *_, older, newest = sorted({6, 8, 10} if max(steps) == 10 else {2, 4})
-    damage(local(tmp_path), newest)
+    damage(local(tmp_path), newest, state(newest)["w"])
     with (
         series_in(tmp_path) as series,
         pytest.warns(RuntimeWarning, match=f"step {newest} is damaged, kept as"),
@@ -130,7 +123,7 @@ def test_a_step_of_both_is_taken_from_the_permanent_one_first(tmp_path):
         series.wait()
     (tmp_path / "kept").rename(local(tmp_path) / "4")
     assert series_in(tmp_path).steps() == [4]
-    damage(tmp_path / "durable", 4)
+    damage(tmp_path / "durable", 4, state(4)["w"])
     with pytest.warns(RuntimeWarning, match="durable: step 4 is damaged"):
         assert series_in(tmp_path).restore(LIKE).step == 4
 
@@ -201,7 +194,7 @@ def test_the_durable_steps_may_be_in_object_storage(tmp_path):
         run(series, range(1, 11))
     assert sf.latest_step(url) == 6
     assert described.restore(LIKE).step == 10
-    damage(local(tmp_path), 10)
+    damage(local(tmp_path), 10, state(10)["w"])
     with pytest.warns(RuntimeWarning, match="step 10 is damaged"):
         assert described.restore(LIKE).step == 6
     with described as series:

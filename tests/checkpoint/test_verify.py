@@ -11,6 +11,8 @@ from stepfold.checkpoint.store import DirectoryStore, open_store
 from stepfold.checkpoint.verify import problems_of
 from stepfold.errors import CheckpointError, ConfigError
 
+from .folders import damage
+
 
 def state(value):
     noise = np.random.default_rng(value).normal(size=4096).astype(np.float32)
@@ -43,9 +45,7 @@ def test_what_is_good_has_no_problems(folder):
 
 
 def test_changed_values_are_named(folder):
-    pattern = state(10)["w"][:4].tobytes()
-    for path in (folder / "10").rglob("d/*"):
-        path.write_bytes(path.read_bytes().replace(pattern, pattern[::-1]))
+    damage(folder, 10, state(10)["w"])
     before = files(folder)
     told = "w[0:4096]: the values are not those that were saved"
     assert sf.verify(folder) == {1: [], 2: [], 10: [told]}
