@@ -284,15 +284,6 @@ def check_process(content: Any, where: Path | str) -> Any:
     return content
 
 
-def check_sizes(files: Any) -> dict[str, int]:
-    """Return the sizes that were recorded for the files of a step."""
-    for name, size in files.items():
-        name.encode()  # raises for a lone surrogate, which cannot be printed
-        _expect(_is_count(size), "a recorded size", size)
-    sizes: dict[str, int] = files
-    return sizes
-
-
 def metadata_of(first: Any, later: Any, where: Path | str, step: int) -> StepMetadata:
     """Return the metadata of the manifest of process 0, with the values added after the commit."""
     later, arrays = _decode_later(later), stored_arrays(ARRAYS.format(0), first["arrays"])

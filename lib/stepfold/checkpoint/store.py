@@ -140,7 +140,8 @@ class DirectoryStore:
             refuse(self.path_of(step), expected, got, advice, kind=NoManifestError)
         first = self._read_process(step, 0)
         recorded, sizes = manifest.read_checked(folder / manifest.FILES), _sizes(folder)
-        for name, size in manifest.check_sizes(recorded).items():
+        for name, size in recorded.items():
+            name.encode()  # raises for a lone surrogate, which cannot be printed
             if sizes.get(name) != size:
                 got = f"{sizes[name]:,}" if name in sizes else "none"
                 refuse(name, f"{size:,} bytes", got, kind=DamageError)
