@@ -172,8 +172,7 @@ class BucketStore(Bucket):
         """Make a folder the step, unless another run was faster."""
         name, commit, problem = f"{step}.commit", manifest.encode_checked(content), None
         try:
-            found = self.start_read(name)()
-            if found.state == "missing" and self._replace(name, found, commit):
+            if self.add_note(name, content):
                 return
         except CheckpointError as error:
             problem = error
