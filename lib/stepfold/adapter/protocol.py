@@ -12,19 +12,7 @@ from typing import Any, Protocol, TypeVar
 from stepfold.adapter.fields import Truncation
 from stepfold.errors import refuse
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _abstract(method: _F) -> _F:
-    """Make a method that says, if it is called, that its class does not define it."""
-
-    @functools.wraps(method)
-    def call(self: Any, *_: Any, **__: Any) -> Any:
-        owner, name = type(self).__name__, method.__name__
-        expected = "a method, since BaseTrainerProtocol only names it"
-        refuse(f"{owner}.{name}", expected, "none", kind=NotImplementedError)
-
-    return call  # type: ignore[return-value]
+_Class = TypeVar("_Class", bound=type)
 
 
 class _Protocol(type(Protocol)):  # type: ignore[misc]
@@ -42,6 +30,37 @@ class _Protocol(type(Protocol)):  # type: ignore[misc]
         )
 
 
+# Properties of the reference that a subclass need not define.
+_OPTIONAL = frozenset(
+    (
+        *("checkpoint_path", "state_named_sharding", "state_partition_spec", "state_shardings"),
+        "wandb_runtime",
+    )
+)
+
+
+def _abstract(protocol: _Class) -> _Class:
+    """Let the other methods and properties of a class raise an error that names them."""
+    for name, member in list(vars(protocol).items()):
+        if name.startswith("_") or name in _OPTIONAL:
+            continue
+        is_property = isinstance(member, property)
+        method = _missing_method(member.fget if is_property else member)
+        setattr(protocol, name, property(method) if is_property else method)
+    return protocol
+
+
+def _missing_method(method: Any) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *_: Any, **__: Any) -> Any:
+        name = f"{type(self).__name__}.{method.__name__}"
+        expected = "a method, since BaseTrainerProtocol only names it"
+        refuse(name, expected, "none", kind=NotImplementedError)
+
+    return call
+
+
+@_abstract
 class BaseTrainerProtocol(Protocol, metaclass=_Protocol):
     """Members of a trainer, which `Trainer` describes.
 
@@ -114,58 +133,37 @@ class BaseTrainerProtocol(Protocol, metaclass=_Protocol):
     @property
     def wandb_runtime(self) -> Any: ...
     @property
-    @_abstract
     def training_batch_size(self) -> int: ...
     @property
-    @_abstract
     def evaluation_batch_size(self) -> int: ...
     @property
-    @_abstract
     def is_process_zero(self) -> bool: ...
     @property
-    @_abstract
     def is_enable(self) -> bool: ...
-    @_abstract
     def initialize_trainer_utils(self) -> None: ...
-    @_abstract
     def configure_model(self) -> Any: ...
-    @_abstract
     def configure_dataloaders(self) -> Any: ...
-    @_abstract
     def configure_functions(self) -> Any: ...
-    @_abstract
     def create_collect_function(
         self, max_sequence_length: int, truncation_mode: Truncation
     ) -> Callable[[Any], Any]: ...
-    @_abstract
     def create_grain_collect_function(
         self, max_sequence_length: int, truncation_mode: Truncation
     ) -> Callable[[Any], Any]: ...
-    @_abstract
     def create_tfds_collect_function(
         self, max_sequence_length: int, truncation_mode: Truncation
     ) -> Callable[[Any], Any]: ...
-    @_abstract
     def create_progress_bar(
         self, total: int | None, desc: str = "", disabled: bool = False
     ) -> Any: ...
-    @_abstract
     def train(self) -> Any: ...
-    @_abstract
     def eval(self, model_state: Any) -> Iterator[dict[str, float]]: ...
-    @_abstract
     def evaluate(self, state: Any, metric_calculator: Any = None) -> dict[str, float]: ...
-    @_abstract
     def start_training_hook(self) -> None: ...
-    @_abstract
     def start_evaluation_hook(self) -> None: ...
-    @_abstract
     def on_step_start(self, state: Any, step: int) -> Any: ...
-    @_abstract
     def on_step_end(self, state: Any, metrics: Any, step: int) -> tuple[Any, Any]: ...
-    @_abstract
     def apply_training_hooks(self, metrics: Any) -> Any: ...
-    @_abstract
     def log_metrics(
         self,
         metrics: Mapping[str, float],
@@ -177,33 +175,20 @@ class BaseTrainerProtocol(Protocol, metaclass=_Protocol):
         log_to_backends: bool = True,
         force_report: bool = False,
     ) -> None: ...
-    @_abstract
     def log_watchers(self, state: Any, step: int) -> Any: ...
-    @_abstract
     def log_weight_distribution(self, state: Any, step: int) -> Any: ...
-    @_abstract
     def compile_aot(self) -> bool: ...
-    @_abstract
     def calculate_number_total_flops(self, params: Any, is_training: bool = True) -> Any: ...
     @staticmethod
-    @_abstract
     def count_model_parameters(prm: Any) -> int: ...
-    @_abstract
     def specs_to_name_sharding(self, tree: Any, mesh: Any = None) -> Any: ...
-    @_abstract
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any: ...
-    @_abstract
     def save_information(self, output_path: Any) -> None: ...
-    @_abstract
     def finish(self) -> None: ...
 
 
-_METHODS = frozenset(  # and abstract properties
-    name
-    for name, member in vars(BaseTrainerProtocol).items()
-    if hasattr(getattr(member, "fget", member), "__wrapped__")
-)
 _MEMBERS = frozenset(name for name in vars(BaseTrainerProtocol) if not name.startswith("_"))
+_METHODS = _MEMBERS - _OPTIONAL  # and properties
 _OF_REFERENCE = _MEMBERS.union(BaseTrainerProtocol.__annotations__).difference(
     ("_model_state", "evaluate", "log_watchers", "optimizer")
 )
