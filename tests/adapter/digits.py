@@ -66,11 +66,9 @@ def train_only(kind=Trainer, given=None, **changes):
 
 def parts(arguments=None, devices=None, **given):
     """Make the parts of a trainer that need no method, for tests of a function of them."""
-    usual = dict.fromkeys(("rules", "loss_fn", "eval_loss_fn", "data_collator", "given_scheduler"))
-    usual |= {"dataset_train": None, "dataset_eval": None, "finetune": True, "stateful": False}
     arguments = TrainingArguments() if arguments is None else arguments
     devices = jax.devices()[:1] if devices is None else devices
-    return make_parts(arguments, devices=devices, **usual | given)
+    return make_parts(arguments, devices=devices, **given)
 
 
 def bits(tree):

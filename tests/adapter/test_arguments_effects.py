@@ -71,7 +71,7 @@ def files(a):
 def shown(a, held, capsys):
     """Pass events to a trainer's hooks, and return what they print and return."""
     found = []
-    hooks = run.make_hooks(a, held._parts, held, evaluations=[sf.Evaluation(len, every=5)])
+    hooks = run.make_hooks(held._parts, held, evaluations=[sf.Evaluation(len, every=5)])
     for hook in hooks:
         if hasattr(hook, "open"):
             hook.open(0, 100)
@@ -101,7 +101,7 @@ def gradients(a):
     tx = optax.sgd(0.1)
     state = jax.eval_shape(lambda: sf.init_state(PARAMS, tx, jax.random.key(0)))
     loss_fn = lambda params, batch, key: (params["w"] @ params["w"]).sum()
-    train_step, _ = setup.make_steps(a, digits.parts(a, loss_fn=loss_fn, tx=tx))
+    train_step, _ = setup.make_steps(digits.parts(a, loss_fn=loss_fn, tx=tx))
     return str(jax.make_jaxpr(train_step)(state, None))
 
 

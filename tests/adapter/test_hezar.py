@@ -129,6 +129,14 @@ def test_max_steps_limits_the_epochs():
         assert int(trainer.state.step) == steps
 
 
+def test_a_warmup_may_be_longer_than_an_epoch():
+    changes = {"num_epochs": None, "max_steps": 23, "lr_scheduler": "linear"}
+    trainer = train_only(**changes, lr_scheduler_kwargs={"warmup_steps": 12})  # 10 are an epoch
+    assert trainer.lr_scheduler(12) == pytest.approx(0.01)
+    with pytest.raises(sf.ConfigError, match="warmup_steps: expected fewer than the 23 steps"):
+        train_only(**changes, lr_scheduler_kwargs={"warmup_steps": 23})
+
+
 @shows("Hezar", "Initialization", {"TensorBoard and CSV": "the same, in `logs_dir`"})
 @shows("Hezar", "Training loop", {"saves and logs by steps": "the same"})
 @shows("Hezar", "Evaluation loop", {"after each epoch": "the same"})

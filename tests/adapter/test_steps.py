@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import stepfold as sf
-from stepfold.adapter import TrainingArguments
 from stepfold.adapter.setup import make_steps
 from stepfold.adapter.steps import (
     StepWithHooks,
@@ -74,7 +73,7 @@ def test_a_loss_that_is_a_number_is_weighted_by_rows_and_an_average_by_itself(st
 
 def steps_of(**given):
     usual = {"loss_fn": digits.plain_loss, "tx": optax.sgd(0.1)}
-    return make_steps(TrainingArguments(), digits.parts(**usual | given))
+    return make_steps(digits.parts(**usual | given))
 
 
 def batch(rows=20):

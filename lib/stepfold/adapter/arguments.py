@@ -29,9 +29,9 @@ from stepfold.adapter.fields import (
     Truncation,
     aliases_of,
     check_field,
-    declarations,
     default_of,
     setting,
+    store_fields,
 )
 from stepfold.adapter.validation import check_combinations
 from stepfold.core.validation import absolute_path, suggest
@@ -317,10 +317,7 @@ class TrainingArguments:
     """Prefix of the W&B project's name, before model_name."""
 
     def __post_init__(self) -> None:
-        declared = declarations(type(self))
-        for name, hint in _HINTS.items():
-            value = check_field(name, hint, getattr(self, name), declared[name])
-            object.__setattr__(self, name, value)
+        store_fields(self, _HINTS)
         check_combinations(self)
 
     def to_dict(self) -> dict[str, Any]:

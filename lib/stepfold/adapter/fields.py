@@ -215,6 +215,14 @@ def check_field(
     return tuple(check_field(f"{name}[{i}]", kind, item) for i, item in enumerate(value))
 
 
+def store_fields(instance: Any, hints: Mapping[str, Any]) -> None:
+    """Check the fields of a frozen dataclass that have these types, and store them."""
+    declared = declarations(type(instance))
+    for name, hint in hints.items():
+        value = check_field(name, hint, getattr(instance, name), declared[name])
+        object.__setattr__(instance, name, value)
+
+
 def default_of(each: Field[Any]) -> Any:
     """Return the default of a field."""
     return each.default if each.default_factory is MISSING else each.default_factory()

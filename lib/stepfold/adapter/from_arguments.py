@@ -310,10 +310,8 @@ def transform(arguments: TrainingArguments) -> Callable[[Any], Any] | None:
 
     def drop_columns(example: Any) -> Any:
         if not isinstance(example, Mapping):
-            names, expected = (
-                "ids_to_pop_from_dataset, remove_unused_columns",
-                "examples that are dicts of columns",
-            )
+            names = "ids_to_pop_from_dataset, remove_unused_columns"
+            expected = "examples that are dicts of columns"
             refuse(names, expected, example, "leave out both fields", kind=DataError)
         return {
             name: value
@@ -385,16 +383,14 @@ def writers(arguments: TrainingArguments) -> Writer | None:
         if kinds and is_changed(arguments, "report_to"):
             refuse("report_to", "no files without output_dir", repr(kinds), "give output_dir")
         kinds = ()
-    logs = logs_of(arguments)
-    files: dict[str, Callable[[], Writer]] = {
-        "jsonl": lambda: jsonl_writer(logs / "metrics.jsonl"),
-        "csv": lambda: csv_writer(logs / "metrics.csv"),
-        "tensorboard": lambda: tensorboard_writer(logs / "tensorboard"),
-    }
-    if {"jsonl", "csv"} <= {*kinds}:  # the table is derived from the same JSON lines
-        files["jsonl"] = lambda: jsonl_writer(logs / "metrics.jsonl", csv=logs / "metrics.csv")
-        kinds = tuple(kind for kind in kinds if kind != "csv")
-    all_writers = [files[kind]() for kind in dict.fromkeys(kinds)]
+    logs, all_writers = logs_of(arguments), list[Writer]()
+    table = logs / "metrics.csv" if "csv" in kinds else None
+    if "jsonl" in kinds:  # from which the table is derived
+        all_writers.append(jsonl_writer(logs / "metrics.jsonl", csv=table))
+    elif table is not None:
+        all_writers.append(csv_writer(table))
+    if "tensorboard" in kinds:
+        all_writers.append(tensorboard_writer(logs / "tensorboard"))
     if arguments.use_wandb:
         all_writers.append(wandb_writer(**wandb_options(arguments)))
     if arguments.verbose:

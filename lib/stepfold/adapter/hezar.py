@@ -4,29 +4,23 @@ Its config is a `TrainerConfig`, and a model that carries its parameters is a `M
 equinox.
 """
 
-import copy
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import jax
 import optax
 
 from stepfold.adapter import from_arguments, loading, run, setup
-from stepfold.adapter.epochs import call_evaluate, evaluation_batches, make_loader
 from stepfold.adapter.hezar_config import TrainerConfig as TrainerConfig
 from stepfold.adapter.hezar_config import (
     check_best_metric,
-    epoch_of,
     find_devices,
     find_save_method,
     make_arguments,
     make_hooks,
     make_optimizers,
-    make_plan,
     save_preprocessor,
     with_loss_scale,
 )
@@ -34,17 +28,30 @@ from stepfold.adapter.hezar_metrics import MetricConfig as MetricConfig
 from stepfold.adapter.hezar_metrics import MetricsHandler as MetricsHandler
 from stepfold.adapter.hezar_metrics import Recorder, read_generate, read_handler
 from stepfold.adapter.hooks import LossTracker
-from stepfold.adapter.models import Model as Model
-from stepfold.adapter.models import call_model, loss_in, make_loss, split_batch, split_model
-from stepfold.adapter.steps import with_update
+from stepfold.adapter.model_trainer import Model as Model
+from stepfold.adapter.model_trainer import (
+    ModelTrainer,
+    call_model,
+    mask_of,
+    output_of,
+    read_dataloader,
+    split_batch,
+    split_model,
+)
+from stepfold.adapter.outputs import (
+    TrainerConfigureDataloaderOutput,
+    TrainerConfigureFunctionOutput,
+    TrainerConfigureModelOutput,
+)
+from stepfold.adapter.steps import call_evaluate, with_update
 from stepfold.adapter.validation import check_functions
 from stepfold.core.validation import read_instance, read_integer
 from stepfold.data.batches import batches
 from stepfold.data.prefetch import prefetch
 from stepfold.errors import refuse
 from stepfold.loop.evaluate import Evaluation, evaluate
-from stepfold.loop.fit import FitResult, fit
 from stepfold.loop.metrics import metric_values
+from stepfold.tree import describe_value
 
 
 def _evaluation_loss(bound: Any, batch: Any) -> Any:
@@ -60,7 +67,7 @@ def _labels_of(batch: Any) -> Any:
     return split_batch(batch, keep_labels=True, method="training_step")[1]
 
 
-class Trainer:
+class Trainer(ModelTrainer):
     """A run as an object, with the methods that Hezar documents of its trainer.
 
     A run calls what a subclass overrides. `forward`, `compute_loss`, `training_step` and
@@ -131,55 +138,55 @@ class Trainer:
             advice = "set distributed, mixed_precision or gradient_accumulation_steps in the config"
             refuse("accelerator", expected, type(accelerator).__name__, advice)
         check_functions(data_collator=data_collator, generate=generate)
+        find_save_method(preprocessor)
         self.config, self.eval_dataset, self.preprocessor = config, eval_dataset, preprocessor
         self.train_dataset, self.data_collator = train_dataset, data_collator
-        find_save_method(preprocessor)
-        self.key: jax.Array | None = None
-        self.result: FitResult | None = None
         self.loss_tracker = LossTracker()
         self._may_resume = bool(config.resume_from_checkpoint)
         devices = find_devices(config)
-        self._arguments = arguments = make_arguments(config, len(devices))
+        arguments = make_arguments(config, len(devices))
         self.metrics_handler = read_handler(metrics_handler, config.metrics, preprocessor)
         evaluates = config.do_evaluate and eval_dataset is not None
         check_best_metric(config, arguments, metrics_handler, evaluates=evaluates)
         params, self._build = split_model(model)
         self._generate = read_generate(config.evaluate_with_generate, generate, model)
-        self.train_dataloader, self._epoch_steps = make_loader(
-            self.create_train_dataloader(train_dataset),
-            lambda batch: self.prepare_input_batch(batch),
-            "create_train_dataloader",
+        self._parts = setup.make_parts(
+            arguments,
+            devices=devices,
+            initial=params,
+            loss_fn=self._make_loss(_training_loss, is_training=True),
+            eval_loss_fn=self._make_loss(_evaluation_loss, is_training=False),
         )
-        plan = make_plan(config, arguments, self._epoch_steps)
-        tx, schedule = make_optimizers(config, arguments, plan.steps or 0, optimizer, lr_scheduler)
-        self.optimizer, self.lr_scheduler = tx, schedule
+        loader = read_dataloader(self.create_train_dataloader(train_dataset))
+        if (epoch_steps := getattr(loader, "steps_per_epoch", None)) is None:
+            expected = "batches of which each epoch has the same number"
+            refuse("create_train_dataloader", expected, describe_value(loader))
+        prepare = lambda batch: self.prepare_input_batch(batch)
+        self.train_dataloader = loading.TrainingLoader(loader, prepare)
+        self._epoch_steps: int = epoch_steps
+        limits = [config.num_epochs and config.num_epochs * epoch_steps, config.max_steps]
+        self._steps = min(filter(None, limits))
+        self.optimizer, self.lr_scheduler = make_optimizers(
+            config, arguments, self._steps, optimizer, lr_scheduler
+        )
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Make the state and the steps, as the trainer of EasyDeL makes those of its methods."""
+        config, tx = self.config, self.optimizer
         if self._overrides("optimization_step"):
             tx = with_update(tx, "optimization_step", self.optimization_step)
-        parts = setup.make_parts(
-            arguments, devices=devices, rules=None, initial=params, finetune=True, stateful=False,
-            loss_fn=make_loss(_training_loss, self._bind, is_training=True),
-            eval_loss_fn=make_loss(_evaluation_loss, self._bind, is_training=False),
-            dataset_train=None, dataset_eval=None, data_collator=None, given_scheduler=None,
-        )  # fmt: skip
-        manager = from_arguments.checkpoints(arguments, plan)
-        tx = with_loss_scale(arguments, tx)
-        parts = replace(parts, plan=plan, tx=tx, scheduler=schedule, checkpoint_manager=manager)
-        self.state = setup.first_state(arguments, parts, None, params, tx)
-        self._parts = parts = parts.with_state(self.state)
-        self.loaded: list[str] = []
-        self.not_loaded: dict[str, str] = {}
-        if (path := config.init_weights_from) is not None:
-            loaded = setup.load_weights(path, self.state, config.checkpoints_dir)
-            self.state, self.loaded, self.not_loaded = loaded
-        train_step, self._eval_step = setup.make_steps(arguments, parts)
-        shardings = (parts.state_shardings, None) if parts.sharded_mesh else None
-        self._step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-        self._measure_loss, self._measure = jax.jit(self._eval_step), jax.jit(self._measure_batch)
-
-    @property
-    def model(self) -> Any:
-        """The model with the present parameters, which the next step donates."""
-        return self._build(self.state.params)
+        tx = with_loss_scale(self._parts.arguments, tx)
+        loaders = TrainerConfigureDataloaderOutput(self.train_dataloader, self._steps)
+        parts = setup.with_dataloaders(self._parts, loaders)
+        model = TrainerConfigureModelOutput(None, tx, self.lr_scheduler)
+        parts, state = setup.with_model(parts, model)
+        weights = setup.load_weights(config.init_weights_from, state, config.checkpoints_dir)
+        state, self.loaded, self.not_loaded = weights
+        train_step, self._eval_step = setup.jit_steps(parts)
+        functions = TrainerConfigureFunctionOutput(train_step)
+        self._parts, self.state = setup.with_functions(parts, state, functions)
+        self._measure = jax.jit(self._measure_batch)
 
     # Training
 
@@ -188,18 +195,17 @@ class Trainer:
 
         A second call continues from the state of the trainer, so a complete run stays as it is.
         """
-        arguments, parts, total = self._arguments, self._parts, self._parts.plan.steps or 0
         is_first = self.result is None
-        start = run.find_start(arguments, parts, self.state, None, {}, is_first=is_first)
+        start = run.find_start(self._parts, self.state, None, {}, is_first=is_first)
         if start.source is not None:
             self.state = start.state
             loading.seek(self.train_dataloader, start.data, int(self.state.step))
         self._may_resume = start.may_resume
         save_preprocessor(self.config, self.preprocessor)
         if not self._overrides("inner_training_loop"):
-            return self._run(total)
-        average, epochs = self.loss_tracker.average, math.ceil(total / self._epoch_steps)
-        for epoch in range(epoch_of(self._position, self._epoch_steps), epochs + 1):
+            return self._run(self._steps)
+        average, epochs = self.loss_tracker.average, math.ceil(self._steps / self._epoch_steps)
+        for epoch in range(self._epoch, epochs + 1):
             average = self.inner_training_loop(epoch)
             if self.result is not None and self.result.stop_reason.kind == "nonfinite":
                 break
@@ -212,37 +218,33 @@ class Trainer:
         logs are part of it. Without an override, it does all epochs at once.
         """
         read_integer("epoch_num", epoch_num)
-        if epoch_num != (current := epoch_of(self._position, self._epoch_steps)):
-            refuse("epoch_num", f"{current}, the epoch of step {self._position}", f"{epoch_num}")
-        return self._run(min(epoch_num * self._epoch_steps, self._parts.plan.steps or 0))
+        if epoch_num != self._epoch:
+            expected = f"{self._epoch}, the epoch of step {self._position}"
+            refuse("epoch_num", expected, f"{epoch_num}")
+        return self._run(min(epoch_num * self._epoch_steps, self._steps))
 
     def _run(self, steps: int) -> float:
         """Run until a step, with evaluations, hooks and checkpoints."""
-        arguments, parts, evaluations = self._arguments, self._parts, []
+        parts, evaluations = self._parts, []
         if self.config.do_evaluate and self.eval_dataset is not None:
             evaluations.append(Evaluation(partial(call_evaluate, self), every_epochs=1))
         may_resume = self._may_resume
-        hooks = make_hooks(arguments, parts, int(self.state.step), may_resume=may_resume)
-        try:
-            result = fit(
-                self._step,
-                self.state,
-                self.train_dataloader,
-                steps=steps,
-                config=from_arguments.config_of(arguments),
-                evaluation=evaluations,
-                checkpoints=parts.checkpoint_manager,
-                hooks=[self.loss_tracker, *hooks],
-                log_every=parts.plan.log_every,
-                resume=may_resume,
-            )
-        except BaseException as error:
-            if hasattr(error, "result"):
-                self.result, self.state = error.result, error.result.state
-            raise
-        self.result, self.state, self._may_resume = result, result.state, True
-        if result.stop_reason.kind == "nonfinite":
-            warnings.warn(f"train: {result.stop_reason}, which ended the run", stacklevel=3)
+        self._fit(
+            parts.train_step,
+            self.train_dataloader,
+            stacklevel=4,
+            steps=steps,
+            config=from_arguments.config_of(parts.arguments),
+            evaluation=evaluations,
+            checkpoints=parts.checkpoint_manager,
+            hooks=[
+                self.loss_tracker,
+                *make_hooks(parts, int(self.state.step), may_resume=may_resume),
+            ],
+            log_every=parts.plan.log_every,
+            resume=may_resume,
+        )
+        self._may_resume = True
         return self.loss_tracker.average
 
     def create_train_dataloader(self, dataset: Any) -> Iterable[Any]:
@@ -250,7 +252,7 @@ class Trainer:
 
         It is called once, when the trainer is made, since the steps of a run are counted by it.
         """
-        config, size = self.config, self._arguments.total_batch_size or 1
+        config, size = self.config, self._parts.plan.train_batch
         seed = config.seed if config.dataloader_shuffle else None
         loading.check_examples(dataset)
         loader = batches(dataset, size, seed=seed, collate=self._collator_of(dataset))
@@ -271,7 +273,7 @@ class Trainer:
         """Return the loss: values of examples, their mean, or an `sf.mean`; metrics may follow."""
         if self._loss_fn is not None:
             return self._loss_fn(outputs, labels)
-        if (loss := loss_in(outputs)) is None:
+        if (loss := output_of(outputs, "loss")) is None:
             expected = "a loss_fn, or outputs with a loss"
             refuse("model", expected, "neither", "give Model(apply, params, loss_fn)")
         return loss
@@ -292,11 +294,13 @@ class Trainer:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             refuse("eval_dataset", "data to evaluate on", "None")
-        collate, mesh = self._collator_of(dataset), self._parts.sharded_mesh
-        size, prepare = self._parts.plan.eval_batch, self.prepare_input_batch
-        loader = evaluation_batches(dataset, size, collate, prepare, mesh)
+        parts, prepare = self._parts, self.prepare_input_batch
+        loading.check_examples(dataset)
+        collate = self._collator_of(dataset)
+        size, mesh = parts.plan.eval_batch, parts.sharded_mesh
+        loader = loading.one_pass(dataset, size, prepare, mesh, collate=collate)
         if self.metrics_handler is None:
-            return evaluate(self._measure_loss, self.state, loader)
+            return evaluate(self._eval_step, self.state, loader)
         generate = self._generate and partial(self._generate, self.model)
         recorder = Recorder(self._measure, generate)
         numbers: dict[str, Any] = evaluate(recorder, self.state, loader)
@@ -308,23 +312,18 @@ class Trainer:
     # Helpers
 
     def _collator_of(self, dataset: Any) -> Any:
-        sources = dataset, self.train_dataset
-        own = (getattr(source, "data_collator", None) for source in sources)
-        return self.data_collator or next(filter(None, own), None)
+        return loading.collator_of(self.data_collator, dataset, self.train_dataset)
 
     def _measure_batch(self, state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
         """Return the metrics of a batch, with its predictions, labels and mask."""
         forward = lambda params, batch, key: self._bind(params, key).forward(batch)
-        outputs = from_arguments.precision(self._arguments).applied_to(forward)(
-            state.params, batch, None
-        )
-        is_dict = isinstance(outputs, Mapping)
-        logits = outputs.get("logits") if is_dict else getattr(outputs, "logits", None)
+        precision = from_arguments.precision(self._parts.arguments)
+        outputs = precision.applied_to(forward)(state.params, batch, None)
+        logits = output_of(outputs, "logits")
         predictions = outputs if logits is None else logits
         if hasattr(self.metrics_handler, "predict"):
             predictions = self.metrics_handler.predict(predictions)
-        mask = batch.get("mask") if isinstance(batch, Mapping) else None
-        return self._eval_step(state, batch), predictions, _labels_of(batch), mask
+        return self._eval_step(state, batch), predictions, _labels_of(batch), mask_of(batch)
 
     @property
     def _loss_fn(self) -> Any:
@@ -333,18 +332,13 @@ class Trainer:
         return getattr(model, "loss_fn", None) or getattr(model, "compute_loss", None)
 
     @property
+    def _epoch(self) -> int:
+        """The epoch of the next step, from 1 on."""
+        return self._position // self._epoch_steps + 1
+
+    @property
     def _position(self) -> int:
         """The step at which the next run starts."""
         manager, step = self._parts.checkpoint_manager, int(self.state.step)
         newest = manager.latest_step() if manager is not None and self._may_resume else None
         return max(step, newest or 0)
-
-    def _bind(self, params: Any, key: Any) -> Self:
-        """Return the trainer with these parameters in its model."""
-        bound = copy.copy(self)
-        bound.state, bound.key = self.state._replace(params=params), key
-        return bound
-
-    def _overrides(self, method: str) -> bool:
-        """Whether a method is that of a subclass."""
-        return getattr(type(self), method) is not getattr(__class__, method)  # type: ignore[name-defined]

@@ -1,6 +1,5 @@
 """`TrainerConfig`: the config of Hezar's trainer, and the parts of a run that it describes."""
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,9 @@ from stepfold.adapter.fields import (
     SEED,
     Mixed,
     Rule,
-    check_field,
-    declarations,
     is_changed,
     setting,
+    store_fields,
 )
 from stepfold.adapter.from_arguments import (
     best_metric,
@@ -31,12 +29,10 @@ from stepfold.adapter.from_arguments import (
     writers,
 )
 from stepfold.adapter.hezar_metrics import TASKS, MetricConfig, read_metrics
-from stepfold.adapter.hooks import StopOnSkipped
-from stepfold.adapter.models import refuse_torch
+from stepfold.adapter.model_trainer import refuse_torch
 from stepfold.adapter.optimizers import find_optimizer, parse_scheduler
 from stepfold.adapter.parts import Parts
-from stepfold.adapter.run import MAX_SKIPPED
-from stepfold.adapter.sizes import Plan, plan
+from stepfold.adapter.run import stop_on_skipped
 from stepfold.core.metric_modes import known_mode
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.precision import LossScaled, dynamic_loss_scale
@@ -129,10 +125,7 @@ class TrainerConfig:
     """Folder of the logs in output_dir."""
 
     def __post_init__(self) -> None:
-        declared = declarations(type(self))
-        for name, hint in _HINTS.items():
-            value = check_field(name, hint, getattr(self, name), declared[name])
-            object.__setattr__(self, name, value)
+        store_fields(self, _HINTS)
         if self.task is not None:
             read_choice("task", self.task, tuple(TASKS))
         if self.num_epochs is None and self.max_steps is None:
@@ -216,13 +209,6 @@ def make_arguments(config: TrainerConfig, devices: int) -> TrainingArguments:
     )
 
 
-def make_plan(config: TrainerConfig, arguments: TrainingArguments, epoch_steps: int) -> Plan:
-    """Compute the steps and the intervals of a run."""
-    sizes = plan(arguments, epoch_steps * (arguments.total_batch_size or 1), devices=1)
-    limits = [config.num_epochs and config.num_epochs * epoch_steps, config.max_steps]
-    return sizes._replace(steps=min(filter(None, limits)))
-
-
 # The optimizer
 
 
@@ -297,15 +283,13 @@ def check_best_metric(
 # Hooks, and the preprocessor
 
 
-def make_hooks(
-    arguments: TrainingArguments, parts: Parts, step: int, *, may_resume: bool
-) -> list[Hook]:
+def make_hooks(parts: Parts, step: int, *, may_resume: bool) -> list[Hook]:
     """Make the hooks that stop a run at a NaN, show its progress and write its metrics.
 
     `step` is that of the state. Checkpoints that the run may not resume from are refused.
     """
-    needs_loss_scale = precision(arguments).needs_loss_scale
-    hooks: list[Hook] = [StopOnSkipped(MAX_SKIPPED if needs_loss_scale else 1), progress()]
+    arguments = parts.arguments
+    hooks: list[Hook] = [stop_on_skipped(arguments), progress()]
     if parts.checkpoint_manager is None:
         return hooks
     newest = parts.checkpoint_manager.latest_step()
@@ -340,8 +324,3 @@ def save_preprocessor(config: TrainerConfig, preprocessor: Any) -> None:
         path = absolute_path("output_dir", config.output_dir) / "preprocessor"
         path.mkdir(parents=True, exist_ok=True)
         save(path)
-
-
-def epoch_of(step: int, epoch_steps: int) -> int:
-    """Return the epoch, from 1 on, of the step after this many."""
-    return math.floor(step / epoch_steps) + 1

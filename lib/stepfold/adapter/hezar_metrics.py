@@ -1,5 +1,6 @@
 """Metrics by name that Hezar documents, computed over all examples of an evaluation at once."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -138,8 +139,8 @@ class Recorder:
             expected = f"a prediction for each of {len(rows)} examples"
             refuse("evaluate", expected, f"{len(predicted)}", kind=DataError)
         kept = np.ones(len(rows), bool) if mask is None else _to_host(mask)
-        self.predictions += [x for x, is_kept in zip(predicted, kept, strict=True) if is_kept]
-        self.labels += [x for x, is_kept in zip(rows, kept, strict=True) if is_kept]
+        self.predictions += itertools.compress(predicted, kept)
+        self.labels += itertools.compress(rows, kept)
         return metrics
 
 
@@ -259,9 +260,12 @@ def _class_metric(metric: MetricConfig, predictions: Sequence[Any], labels: Sequ
     predicted, wanted = predicted[is_label], wanted[is_label]
     if metric.name == "accuracy":
         return float(np.mean(predicted == wanted))
-    classes = np.unique(np.concatenate([predicted, wanted]))
-    hits = _counts(predicted[predicted == wanted], classes)
-    predictions_of, labels_of = _counts(predicted, classes), _counts(wanted, classes)
+    classes, codes = np.unique(np.concatenate([predicted, wanted]), return_inverse=True)
+    predicted, wanted = np.split(codes, 2)
+    hits, predictions_of, labels_of = (
+        np.bincount(values, minlength=len(classes)).astype(np.float64)
+        for values in (predicted[predicted == wanted], predicted, wanted)
+    )
     if metric.average == "micro":
         hits, predictions_of, labels_of = (
             counts.sum(keepdims=True) for counts in (hits, predictions_of, labels_of)
@@ -274,10 +278,6 @@ def _class_metric(metric: MetricConfig, predictions: Sequence[Any], labels: Sequ
     total = totals[metric.name]
     scores = np.divide(hits, total, out=np.zeros_like(hits), where=total > 0)
     return float(np.average(scores, weights=labels_of if metric.average == "weighted" else None))
-
-
-def _counts(values: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    return np.array([np.sum(values == each) for each in classes], np.float64)
 
 
 def _classes(examples: Sequence[Any]) -> np.ndarray:

@@ -60,6 +60,13 @@ class StopOnSkipped(BaseHook):
         return None
 
 
+def weighted_sum(event: Event, name: str) -> tuple[float, float]:
+    """Return the total of a train metric over the steps of an event, and its weight."""
+    values = np.asarray(event.per_step.get(name, ()), np.float64)
+    weights = np.asarray(event.weights.get(name, np.ones(len(values))), np.float64)
+    return float(np.where(weights, values, 0.0) @ weights), float(weights.sum())
+
+
 class LossTracker(BaseHook):
     """Average the loss over all examples since the start of the training."""
 
@@ -78,10 +85,9 @@ class LossTracker(BaseHook):
             self._total = self._weight = 0.0
 
     def __call__(self, event: Event) -> None:
-        losses = np.asarray(event.per_step.get("train/loss", ()), np.float64)
-        weights = np.asarray(event.weights.get("train/loss", np.ones(len(losses))), np.float64)
-        self._total += float(np.where(weights, losses, 0.0) @ weights)
-        self._weight += float(weights.sum())
+        total, weight = weighted_sum(event, "train/loss")
+        self._total += total
+        self._weight += weight
 
 
 class Watcher(NamedTuple):

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
@@ -212,11 +212,9 @@ def evaluation_batches(
     collect: Collect | None,
     mesh: Mesh | None = None,
 ) -> EvaluationLoader:
-    """Make evaluation batches: one pass in order, with an incomplete last batch.
+    """Make evaluation batches, which are read again in each evaluation.
 
-    On a mesh, a batch that does not divide by the devices is replicated.
-    With several processes, which need the same number of rows, the last batch is padded. The loss
-    function has to respect its mask.
+    If the last one is padded, the loss function has to respect its mask.
     """
     if hasattr(type(dataset), "__next__"):
         expected = "data that can be iterated for each evaluation"
@@ -226,19 +224,31 @@ def evaluation_batches(
     dataset, drop_columns = without_columns(dataset, arguments)
 
     def make() -> Iterator[Any]:
-        loader = batches(
+        return one_pass(
             dataset,
             plan.eval_batch,
-            epochs=1,
-            remainder="keep" if jax.process_count() == 1 else "pad",
+            add_mask,
+            mesh,
             transform=drop_columns,
             collate=collect,
             process_index=arguments.grain_shard_index,
             process_count=arguments.grain_shard_count,
         )
-        return (replicate_if_uneven(add_mask(batch), mesh) for batch in loader)
 
     return EvaluationLoader(make, plan.eval_steps)
+
+
+def one_pass(
+    dataset: Any, size: int, prepare: Prepare, mesh: Mesh | None, **options: Any
+) -> Iterator[Any]:
+    """Yield all examples in order, in batches of `sf.batches` with these options.
+
+    On a mesh, a batch that does not divide by the devices is replicated. With several processes,
+    which need the same number of rows, the last batch is padded.
+    """
+    remainder: Literal["keep", "pad"] = "keep" if jax.process_count() == 1 else "pad"
+    loader = batches(dataset, size, epochs=1, remainder=remainder, **options)
+    return (replicate_if_uneven(prepare(batch), mesh) for batch in loader)
 
 
 def _mask_for(arguments: TrainingArguments) -> Prepare:
@@ -326,6 +336,12 @@ def warn_of_batches(dataset: Any) -> None:
             "examples, give data_collator=…"
         )
         warnings.warn(text, stacklevel=2)
+
+
+def collator_of(collator: Collect | None, *datasets: Any) -> Collect | None:
+    """Return a collator, or else the attribute `data_collator` of the first dataset with one."""
+    own = (getattr(dataset, "data_collator", None) for dataset in datasets)
+    return collator or next(filter(None, own), None)
 
 
 def collect_of(

@@ -9,6 +9,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.hooks import CompilationTracker, Watcher
 from stepfold.adapter.loading import TrainingLoader
 from stepfold.adapter.sizes import Plan
@@ -60,6 +61,7 @@ class Parts:
     """All that a run is made of. A part that changes makes a new record."""
 
     # Arguments of the trainer.
+    arguments: TrainingArguments
     model: Any = None
     config: Any = None
     initial: Any = None  # the state or the parameters to start with

@@ -3,90 +3,56 @@
 A model that carries its parameters is a `Model`, or a module of equinox.
 """
 
-import copy
 import math
 import os
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import SingleDeviceSharding
 
+from stepfold import tree
 from stepfold.adapter import setup
-from stepfold.adapter.epochs import EpochHook, make_evaluation, read_dataloader
-from stepfold.adapter.models import Model as Model
-from stepfold.adapter.models import (
+from stepfold.adapter.model_trainer import (
+    EpochHook,
+    ModelTrainer,
     call_model,
     count_examples,
-    loss_in,
-    make_loss,
+    make_evaluation,
+    output_of,
+    read_dataloader,
+    refuse_torch,
     split_batch,
     split_model,
 )
-from stepfold.adapter.qurious_arguments import (
-    check_arguments,
-    make_optimizer,
-    read_config,
-    read_metric,
-)
+from stepfold.adapter.model_trainer import Model as Model
 from stepfold.adapter.steps import as_metrics
 from stepfold.adapter.validation import check_list
 from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.metric_modes import known_mode
 from stepfold.core.state import TrainState, init_state
 from stepfold.core.step import make_eval_step, make_train_step
-from stepfold.core.validation import read_integer
+from stepfold.core.validation import (
+    read_function,
+    read_instance,
+    read_integer,
+    read_positive,
+    refuse_unknown,
+    spell_call,
+    takes,
+)
 from stepfold.errors import DataError, refuse
 from stepfold.loop.data import check_batches
 from stepfold.loop.evaluate import evaluate
-from stepfold.loop.fit import FitResult, fit
 from stepfold.loop.hooks.base import Hook
 from stepfold.loop.hooks.stop import stop_early
 from stepfold.loop.metrics import merge_metrics, metric_values
 
 
-def make_saver(
-    hook: EpochHook, folder: Any, every: int, metric: str | None
-) -> Callable[[Any, int, Mapping[str, float]], None]:
-    """Make a callback that saves by `_save_checkpoint` at an interval, and after the best epoch."""
-    name = (metric or "").replace("/", "_", 1)
-    best = min if known_mode(name) == "min" else max
-
-    def save(trainer: Any, epoch: int, metrics: Mapping[str, float]) -> None:
-        value = metrics.get(name)
-        values = [past for past in hook.history.get(name, []) if not math.isnan(past)]
-        if (epoch + 1) % every == 0:
-            trainer._save_checkpoint(
-                os.path.join(folder, f"checkpoint_epoch_{epoch + 1}"), epoch, value
-            )
-        if values and value == best(values) and values.count(value) == 1:
-            trainer._save_checkpoint(os.path.join(folder, "best_model"), epoch, value)
-
-    return save
-
-
-def _loss_of(bound: Any, batch: Any) -> Any:
-    """Compose the protected methods of a trainer."""
-    inputs, targets = bound._prepare_batch(batch)
-    return bound._compute_loss(bound._forward_pass(inputs), targets)
-
-
-class _CallTrainStep:
-    """A step for `fit` that calls the `train_step` of a subclass."""
-
-    def __init__(self, trainer: Any, step: Any) -> None:
-        self._trainer, self.lower = trainer, step.lower
-
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        self._trainer.state = state
-        numbers = self._trainer.train_step(batch)
-        return self._trainer.state, as_metrics(numbers, "train_step", weight=count_examples(batch))
-
-
-class Trainer:
+class Trainer(ModelTrainer):
     """A run as an object, with the methods that qurious documents of its trainer.
 
     A run calls what a subclass overrides: `_prepare_batch`, `_forward_pass` and `_compute_loss` in
@@ -139,20 +105,13 @@ class Trainer:
             refuse("train_epoch", expected, "an override", "override train_step or evaluate")
         self.optimizer, self.loss_fn, self.scheduler = optimizer, loss_fn, scheduler
         self.config, self.device = config, device or jax.devices()[0]
-        self.key: jax.Array | None = None
-        self.result: FitResult | None = None
         self._settings, (params, self._build) = read_config(config), split_model(model)
         sharding = None if device is None else SingleDeviceSharding(device)
         tx = make_optimizer(optimizer, self._settings, scheduler)
         self.state = init_state(params, tx, jax.random.key(0), sharding=sharding)
         self._first: TrainState | None = self.state  # until another one replaces it
         self._step = self._make_step()
-        self._measure = jax.jit(make_eval_step(make_loss(_loss_of, self._bind, is_training=False)))
-
-    @property
-    def model(self) -> Any:
-        """The model with the present parameters, which the next step donates."""
-        return self._build(self.state.params)
+        self._measure = jax.jit(make_eval_step(self._make_loss(_loss_of, is_training=False)))
 
     def train_step(self, batch: Any) -> dict[str, float]:
         """Do one step, and return its `loss` and other metrics; this waits for the device."""
@@ -234,23 +193,14 @@ class Trainer:
             hooks.append(stop_early(metric, patience=patience))
         evaluation = () if eval_dataloader is None else make_evaluation(self, eval_dataloader)
         self._set_epoch(getattr(batches, "steps_per_epoch", None))
-        try:
-            result = fit(
-                _CallTrainStep(self, self._step) if self._overrides("train_step") else self._step,
-                self.state,
-                batches,
-                epochs=num_epochs,
-                evaluation=evaluation,
-                checkpoints=checkpoints,
-                hooks=hooks,
-            )
-        except BaseException as error:
-            if hasattr(error, "result"):
-                self.result, self.state = error.result, error.result.state
-            raise
-        self.result, self.state = result, result.state
-        if result.stop_reason.kind == "nonfinite":
-            warnings.warn(f"train: {result.stop_reason}, which ended the run", stacklevel=2)
+        self._fit(
+            _CallTrainStep(self, self._step) if self._overrides("train_step") else self._step,
+            batches,
+            epochs=num_epochs,
+            evaluation=evaluation,
+            checkpoints=checkpoints,
+            hooks=hooks,
+        )
         return hook.history
 
     def load_checkpoint(
@@ -269,8 +219,8 @@ class Trainer:
         Returns:
           The state, its step, metrics and `extra`, and the paths that were loaded and were not.
         """
-        parts = setup.parts_of(self.state, optimizer=load_optimizer, scheduler=load_scheduler)
-        restored = setup.restore_path(path, ".", self.state, parts=("|".join(parts),))
+        wanted = {"optimizer": load_optimizer, "scheduler": load_scheduler}
+        restored = setup.restore_parts(path, ".", self.state, **wanted)
         self.state, self._first = restored.state, None
         return restored._asdict()
 
@@ -290,7 +240,7 @@ class Trainer:
         """Return what `loss_fn` does, or the `loss` of the outputs."""
         if self.loss_fn is not None:
             return self.loss_fn(outputs, targets)
-        if (loss := loss_in(outputs)) is None:
+        if (loss := output_of(outputs, "loss")) is None:
             expected, got = "a function (outputs, targets) for outputs without a loss", "None"
             refuse("loss_fn", expected, got, "give one, or let the model return its loss")
         return loss
@@ -311,12 +261,6 @@ class Trainer:
 
     # Helpers
 
-    def _bind(self, params: Any, key: Any) -> Self:
-        """Return the trainer with these parameters in its model."""
-        bound = copy.copy(self)
-        bound.state, bound.key = self.state._replace(params=params), key
-        return bound
-
     def _set_epoch(self, steps: int | None) -> None:
         """Set the steps of an epoch, which a scheduler of epochs needs."""
         if self.scheduler is None or self._settings.scheduler_step_per_batch:
@@ -328,7 +272,7 @@ class Trainer:
 
     def _make_step(self, epoch_steps: int | None = None) -> Any:
         tx = make_optimizer(self.optimizer, self._settings, self.scheduler, epoch_steps)
-        step = make_train_step(make_loss(_loss_of, self._bind, is_training=True), tx)
+        step = make_train_step(self._make_loss(_loss_of, is_training=True), tx)
         return jax.jit(step, donate_argnums=0)
 
     def _check_start(self, checkpoints: Checkpoints) -> None:
@@ -340,6 +284,145 @@ class Trainer:
         got = f"{checkpoints.directory} with those up to step {newest}"
         refuse("save_dir", expected, got, "give another one, or resume with a new trainer")
 
-    def _overrides(self, method: str) -> bool:
-        """Whether a method is that of a subclass."""
-        return getattr(type(self), method) is not getattr(__class__, method)  # type: ignore[name-defined]
+
+# Steps and saves of a subclass
+
+
+def make_saver(
+    hook: EpochHook, folder: Any, every: int, metric: str | None
+) -> Callable[[Any, int, Mapping[str, float]], None]:
+    """Make a callback that saves by `_save_checkpoint` at an interval, and after the best epoch."""
+    name = (metric or "").replace("/", "_", 1)
+    best = min if known_mode(name) == "min" else max
+
+    def save(trainer: Any, epoch: int, metrics: Mapping[str, float]) -> None:
+        value = metrics.get(name)
+        values = [past for past in hook.history.get(name, []) if not math.isnan(past)]
+        if (epoch + 1) % every == 0:
+            trainer._save_checkpoint(
+                os.path.join(folder, f"checkpoint_epoch_{epoch + 1}"), epoch, value
+            )
+        if values and value == best(values) and values.count(value) == 1:
+            trainer._save_checkpoint(os.path.join(folder, "best_model"), epoch, value)
+
+    return save
+
+
+def _loss_of(bound: Any, batch: Any) -> Any:
+    """Compose the protected methods of a trainer."""
+    inputs, targets = bound._prepare_batch(batch)
+    return bound._compute_loss(bound._forward_pass(inputs), targets)
+
+
+class _CallTrainStep:
+    """A step for `fit` that calls the `train_step` of a subclass."""
+
+    def __init__(self, trainer: Any, step: Any) -> None:
+        self._trainer, self.lower = trainer, step.lower
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        self._trainer.state = state
+        numbers = self._trainer.train_step(batch)
+        return self._trainer.state, as_metrics(numbers, "train_step", weight=count_examples(batch))
+
+
+# The optimizer
+
+
+class Settings(NamedTuple):
+    """The settings of a `config`."""
+
+    weight_decay: float | None = None
+    max_grad_norm: float | None = None
+    scheduler_step_per_batch: bool = True
+
+
+def read_config(config: Any) -> Settings:
+    """Read the settings of nested objects or mappings, or by dotted names."""
+    values = {} if config is None else dict(_flatten("", config))
+    refuse_unknown("config", values, [f"training.{name}" for name in Settings._fields])
+    given = {name.removeprefix("training."): x for name, x in values.items() if x is not None}
+    settings = Settings(**given)
+    for name in ("weight_decay", "max_grad_norm"):
+        if name in given:
+            read_positive(f"training.{name}", given[name], allow_zero=name == "weight_decay")
+    if not isinstance(settings.scheduler_step_per_batch, bool):
+        got = tree.describe_value(settings.scheduler_step_per_batch)
+        refuse("training.scheduler_step_per_batch", "True or False", got)
+    return settings
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    items = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
+    if items is not None:
+        for key, item in items.items():
+            if not key.startswith("_"):
+                yield from _flatten(f"{name}.{key}" if name else key, item)
+    elif name:
+        yield name, value
+    else:
+        refuse("config", "an object or a mapping with training.…", tree.describe_value(value))
+
+
+def make_optimizer(
+    optimizer: optax.GradientTransformation,
+    settings: Settings,
+    scheduler: Callable[[Any], Any] | None,
+    epoch_steps: int | None = None,
+) -> optax.GradientTransformation:
+    """Add clipping and weight decay before an optimizer, and the factor of a scheduler after it."""
+    parts = [optimizer]
+    if settings.weight_decay:
+        parts.insert(0, optax.add_decayed_weights(settings.weight_decay))
+    if settings.max_grad_norm:
+        parts.insert(0, optax.clip_by_global_norm(settings.max_grad_norm))
+    if scheduler is not None:
+        by_step = settings.scheduler_step_per_batch
+        factor = scheduler if by_step else _by_epoch(scheduler, epoch_steps)
+        parts.append(optax.scale_by_schedule(factor))
+    return parts[0] if len(parts) == 1 else optax.chain(*parts)
+
+
+def _by_epoch(scheduler: Callable[[Any], Any], epoch_steps: int | None) -> Callable[[Any], Any]:
+    """Count epochs instead of steps; without their length, it is always the first."""
+    return lambda count: scheduler(count // epoch_steps if epoch_steps else jnp.zeros_like(count))
+
+
+# The arguments of the trainer and of `train`
+
+
+def check_arguments(optimizer: Any, loss_fn: Any, device: Any, scheduler: Any) -> None:
+    """Refuse what has no meaning in JAX, with what to give in its place."""
+    refuse_torch("optimizer", optimizer, "give an optimizer of optax, such as optax.adam(1e-3)")
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        got, advice = tree.describe_value(optimizer), "such as optax.adam(1e-3)"
+        refuse("optimizer", "an optax transformation", got, advice)
+    if loss_fn is not None:
+        refuse_torch("loss_fn", loss_fn, "give a function, such as optax.l2_loss")
+        read_function("loss_fn", loss_fn, "a function (outputs, targets), or None")
+        if not takes(loss_fn, 2):
+            refuse("loss_fn", "a function (outputs, targets)", spell_call(loss_fn))
+    if device is not None:
+        advice = "give one of jax.devices(), or leave it out"
+        read_instance("device", device, jax.Device, "a device of jax", advice)
+    if scheduler is not None:
+        advice = "give a schedule of optax, such as optax.linear_schedule(1.0, 0.0, 1000)"
+        refuse_torch("scheduler", scheduler, advice)
+        read_function("scheduler", scheduler, "a function of a count", advice)
+
+
+def read_metric(name: Any, *, has_evaluation: bool, patience: int | None) -> str | None:
+    """Return the metric that ranks epochs by its name in `fit`; None if nothing is ranked."""
+    if name is None and patience is not None:
+        refuse("best_model_metric", "a metric for early_stopping_patience", "None")
+    if name is None or (name == "eval_loss" and not has_evaluation and patience is None):
+        return None
+    if not isinstance(name, str) or not name.startswith(("eval_", "train_")):
+        got = tree.describe_value(name)
+        refuse("best_model_metric", "a name that begins with eval_ or train_", got)
+    if name.startswith("eval_") and not has_evaluation:
+        refuse("best_model_metric", f"eval_dataloader, to measure {name}", "none")
+    if known_mode(name) is None:
+        expected = "a name that says which value is better, as that of a loss or an accuracy does"
+        refuse("best_model_metric", expected, repr(name), "rename the metric")
+    return name.replace("_", "/", 1)

@@ -1,10 +1,9 @@
 """Runs of the trainer: where they start, and the arguments of `fit`."""
 
-import functools
 import inspect
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.from_arguments import best_metric, precision
 from stepfold.adapter.loading import TrainingLoader
 from stepfold.adapter.parts import Parts
-from stepfold.adapter.steps import Step, StepWithHooks, as_metrics, name_in_run
+from stepfold.adapter.steps import Step, StepWithHooks, call_evaluate
 from stepfold.core.validation import absolute_path, takes_any_keyword
 from stepfold.errors import refuse
 from stepfold.inspect.compiled import CompiledStep, compile_step
@@ -26,13 +25,8 @@ from stepfold.loop.hooks.base import BaseHook, Event, Hook
 from stepfold.loop.hooks.performance import memory_use
 from stepfold.loop.hooks.stop import stop_early
 from stepfold.loop.hooks.wrappers import callback, every
-from stepfold.loop.metrics import merge_metrics, metric_values
 from stepfold.sharding.place import place_batch
 from stepfold.tree import describe_value
-
-# The most steps in a row that a dynamic loss scale may skip: 25 bring it from its largest to its
-# smallest value.
-MAX_SKIPPED = 50
 
 # Where a run starts
 
@@ -50,7 +44,6 @@ class Start(NamedTuple):
 
 
 def find_start(
-    arguments: TrainingArguments,
     parts: Parts,
     state: Any,
     source: str | None,
@@ -63,35 +56,35 @@ def find_start(
     `replacements` are the arguments of `train` that replace the state, of which at most one is not
     None; `source` is what has replaced it before. `is_first` says that the trainer has not run yet.
     """
-    own, folder = parts.checkpoint_manager, arguments.checkpoints_dir
-    chosen = [(name, value) for name, value in replacements.items() if value is not None]
+    own, arguments = parts.checkpoint_manager, parts.arguments
+    folder, resume_from = arguments.checkpoints_dir, arguments.resume_from_checkpoint
+    chosen = {name: value for name, value in replacements.items() if value is not None}
     if len(chosen) > 1:
         refuse("train", "one of model_parameters, state and ckpt_path", "more")
-    resume_from = arguments.resume_from_checkpoint
-    may_resume = not is_first or (arguments.resume_if_possible and resume_from is not False)
-    if is_first and resume_from is True and (own is None or own.latest_step() is None):
-        folder_of = "nothing is saved" if own is None else f"{own.directory} has no checkpoint"
-        text = f"resume_from_checkpoint=True: {folder_of}, so the run starts from the beginning"
-        warnings.warn(text, stacklevel=3)
-    if is_first and not chosen and isinstance(resume_from, str):
+    may_resume, data = True, None
+    if is_first:
+        may_resume = arguments.resume_if_possible and resume_from is not False
+    if is_first and resume_from:
+        is_new = own is None or own.latest_step() is None
+        if resume_from is True and is_new:
+            where = "nothing is saved" if own is None else f"{own.directory} has no checkpoint"
+            text = f"resume_from_checkpoint=True: {where}, so the run starts from the beginning"
+            warnings.warn(text, stacklevel=3)
+        is_path = isinstance(resume_from, str) and not chosen
         # A run that has checkpoints continues from these, but the path has to exist.
-        is_own = setup.is_newest(own, resume_from, folder)
-        if is_own or own is None or own.latest_step() is None:
-            chosen = [("ckpt_path", resume_from)]
-    data = None
-    for name, value in chosen:
-        if name == "ckpt_path" and setup.is_newest(own, value, folder):
-            may_resume = True
-            continue
-        source = name
-        if name == "ckpt_path":
-            restored = setup.restore_path(value, folder, parts.abstract_state)
-            state, data = restored.state, restored.data
-            continue
+        if is_path and (setup.is_newest(own, str(resume_from), folder) or is_new):
+            chosen = {"ckpt_path": resume_from}
+    path = chosen.pop("ckpt_path", None)
+    if path is not None and setup.is_newest(own, path, folder):
+        may_resume = True
+    elif path is not None:
+        restored = setup.restore_path(path, folder, parts.abstract_state)
+        state, data, source = restored.state, restored.data, "ckpt_path"
+    for name, value in chosen.items():  # parameters or a state
         if name == "state" and not setup.is_state(value):
             advice = "give parameters alone as model_parameters"
             refuse("state", "a state, with params and step", describe_value(value), advice)
-        state = parts.bind(setup.first_state(arguments, parts, None, value, parts.tx))
+        state, source = parts.bind(setup.first_state(parts, None, value, parts.tx)), name
     if source is not None:
         setup.check_start(own, source, state, parts.abstract_state)
     return Start(state, source, data, may_resume)
@@ -111,11 +104,9 @@ def check_length(parts: Parts, more_steps: int | None) -> None:
 # The arguments of `fit`
 
 
-def length_of(
-    arguments: TrainingArguments, parts: Parts, more_steps: int | None
-) -> tuple[int | None, int | None]:
+def length_of(parts: Parts, more_steps: int | None) -> tuple[int | None, int | None]:
     """Return the steps and the epochs of a run without `more_steps`."""
-    steps, epochs = parts.max_training_steps, arguments.num_train_epochs
+    steps, epochs = parts.max_training_steps, parts.arguments.num_train_epochs
     if more_steps is not None or steps is not None:
         return None if more_steps is not None else steps, None
     # A loader of a subclass may be one epoch that can be iterated again.
@@ -123,25 +114,23 @@ def length_of(
     return None, epochs if epochs > 1 and not is_iterator else None
 
 
-def step_of(parts: Parts, *, jitted: bool) -> Step:
-    """Return the training step with metrics, as it is or not jitted."""
+def step_of(parts: Parts, trainer: trainer_hooks.Methods) -> Step:
+    """Return the training step with metrics, and with the methods of a subclass around it."""
+    has_hooks = any(map(trainer.overrides, ("on_step_start", "on_step_end")))
+    if (steps := parts.arguments.steps_per_call) > 1:
+        if has_hooks:
+            expected = "1 with on_step_start or on_step_end overridden, which run between steps"
+            refuse("steps_per_call", expected, f"{steps}", "override on_log instead")
+        return _unjitted(parts.fit_step)  # several steps in a call are compiled as one
     step: Step = parts.fit_step
-    return step if jitted else getattr(step, "__wrapped__", step)
+    return StepWithHooks(step, trainer.on_step_start, trainer.on_step_end) if has_hooks else step
 
 
-def with_hooks(
-    arguments: TrainingArguments, step: Step, before: Callable[..., Any], after: Callable[..., Any]
-) -> StepWithHooks:
-    """Call methods of a subclass around each step."""
-    if arguments.steps_per_call > 1:
-        expected = "1 with on_step_start or on_step_end overridden, which run between steps"
-        refuse("steps_per_call", expected, f"{arguments.steps_per_call}", "override on_log instead")
-    return StepWithHooks(step, before, after)
+def _unjitted(step: Step) -> Step:
+    return getattr(step, "__wrapped__", step)
 
 
-def evaluations_of(
-    arguments: TrainingArguments, parts: Parts, trainer: trainer_hooks.Methods
-) -> list[Evaluation]:
+def evaluations_of(parts: Parts, trainer: trainer_hooks.Methods) -> list[Evaluation]:
     """Return the evaluation on the trainer's data, if there is one, and those that were given.
 
     An `evaluate` or `eval` of a subclass measures in place of the evaluation step.
@@ -156,12 +145,12 @@ def evaluations_of(
     if not plan.evaluates:
         return list(parts.evaluations)
     if own is not None and (loader is not None or has_interval):
-        evaluation = Evaluation(functools.partial(_measure_by, trainer, own), **interval)
-        return [evaluation, *parts.evaluations]
+        measure_by = lambda state: call_evaluate(trainer, state, state, method=own)
+        return [Evaluation(measure_by, **interval), *parts.evaluations]
     if loader is not None and measure is not None:
         return [Evaluation(measure, trainer.eval_batches, **interval), *parts.evaluations]
     if has_interval:
-        name = "eval_steps" if arguments.eval_steps else "evaluation_strategy"
+        name = "eval_steps" if parts.arguments.eval_steps else "evaluation_strategy"
         advice = "give dataset_eval, or leave it out"
         if loader is not None:
             advice = "return eval_step_fn from configure_functions too"
@@ -169,25 +158,11 @@ def evaluations_of(
     return list(parts.evaluations)
 
 
-def _measure_by(trainer: trainer_hooks.Methods, method: str, state: Any) -> dict[str, float]:
-    """Call the `evaluate` or `eval` of a subclass; the metrics that `eval` yields are averaged."""
-    trainer.model_state = state
-    returned = getattr(trainer, method)(state)
-    if method == "eval" and not isinstance(returned, Mapping):
-        measured = [as_metrics(metrics, "eval") for metrics in returned]
-        returned = merge_metrics(measured) if measured else None
-    if not isinstance(returned, Mapping):
-        refuse(method, "it to return metrics by name", describe_value(returned))
-    return metric_values({name_in_run(name): value for name, value in returned.items()})
-
-
 PRETRAINED = "pretrained"
 """The folder in `output_dir` for what a subclass's `save_pretrained` writes in a run."""
 
 
-def saves_of(
-    arguments: TrainingArguments, parts: Parts, trainer: trainer_hooks.Methods
-) -> list[Evaluation]:
+def saves_of(parts: Parts, trainer: trainer_hooks.Methods) -> list[Evaluation]:
     """Return the calls of a subclass's `save_pretrained`: those of the checkpoints, and the last.
 
     They are an evaluation without metrics, since that has the exact state of its step.
@@ -195,7 +170,7 @@ def saves_of(
     manager = parts.checkpoint_manager
     if manager is None or not trainer.overrides("save_pretrained"):
         return []
-    if arguments.output_dir is None:
+    if parts.arguments.output_dir is None:
         expected = "a directory for what save_pretrained of a subclass writes in a run"
         refuse("output_dir", expected, "None")
     parameters = inspect.signature(trainer.save_pretrained).parameters
@@ -203,7 +178,7 @@ def saves_of(
     if not ({"state", path} <= {*parameters} or takes_any_keyword(trainer.save_pretrained)):
         expected = "the parameters ckpt_path and state, or state and save_directory"
         refuse("save_pretrained", expected, ", ".join(parameters), "name them so")
-    folder = absolute_path("output_dir", arguments.output_dir) / PRETRAINED
+    folder = absolute_path("output_dir", parts.arguments.output_dir) / PRETRAINED
 
     def save(state: Any) -> dict[str, float]:
         step = int(getattr(state, "step", 0))
@@ -241,7 +216,6 @@ class _AroundStep(BaseHook):
 
 
 def make_hooks(
-    arguments: TrainingArguments,
     parts: Parts,
     trainer: trainer_hooks.Methods,
     step: Step | None = None,
@@ -249,10 +223,10 @@ def make_hooks(
     evaluations: Sequence[Evaluation],
 ) -> list[Hook]:
     """Make the hooks of a run. The trainer's comes after those that return numbers."""
+    arguments = parts.arguments
     hooks: list[Hook] = [_AroundStep(step)] if isinstance(step, StepWithHooks) else []
     if parts.train_step is parts.own_step:  # which skips a NaN or inf
-        scales_loss = precision(arguments).needs_loss_scale
-        hooks.append(trainer_hooks.StopOnSkipped(MAX_SKIPPED if scales_loss else 1))
+        hooks.append(stop_on_skipped(arguments))
     metric, mode = best_metric(arguments)
     patience = arguments.early_stopping_patience
     metric = "eval/loss" if metric is None and patience is not None else metric
@@ -261,7 +235,7 @@ def make_hooks(
         expected = "checkpoints of which the best is kept, or early_stopping_patience"
         refuse("metric_for_best_model", expected, "neither", "give output_dir")
     if is_of_evaluation:
-        _check_evaluations(arguments, parts, str(metric), evaluations)
+        _check_evaluations(parts, str(metric), evaluations)
     if metric is not None and patience is not None:
         hooks.append(stop_early(metric, patience=patience, mode=mode, keep_state=is_of_evaluation))
     if arguments.track_memory:
@@ -280,11 +254,16 @@ def make_hooks(
     return [*hooks, own, *([] if metric is None else [_expect_metric(metric)])]
 
 
-def _check_evaluations(
-    arguments: TrainingArguments, parts: Parts, metric: str, evaluations: Sequence[Evaluation]
-) -> None:
+def stop_on_skipped(arguments: TrainingArguments) -> Hook:
+    """Make a hook that stops the run if the step skips a NaN or inf."""
+    # 25 steps bring a dynamic loss scale from its largest to its smallest value.
+    has_scale = precision(arguments).needs_loss_scale
+    return trainer_hooks.StopOnSkipped(50 if has_scale else 1)
+
+
+def _check_evaluations(parts: Parts, metric: str, evaluations: Sequence[Evaluation]) -> None:
     """Check that a metric that ends the run or ranks its checkpoints is measured in time."""
-    has_patience = arguments.early_stopping_patience is not None
+    has_patience = parts.arguments.early_stopping_patience is not None
     name = "early_stopping_patience" if has_patience else "metric_for_best_model"
     if not evaluations:
         advice = "give dataset_eval, or metric_for_best_model='train.loss'"
@@ -315,15 +294,15 @@ def _expect_metric(metric: str) -> Hook:
 # Before a run
 
 
-def compile_steps(arguments: TrainingArguments, parts: Parts, state: Any) -> Parts:
+def compile_steps(parts: Parts, state: Any) -> Parts:
     """Compile the steps that there are data for."""
-    if arguments.steps_per_call > 1:
+    if (steps := parts.arguments.steps_per_call) > 1:
         expected = "1 for compile_aot, which compiles a single step"
-        refuse("steps_per_call", expected, f"{arguments.steps_per_call}", "leave one of them out")
+        refuse("steps_per_call", expected, f"{steps}", "leave one of them out")
     loader, step = parts.dataloader_train, parts.train_step
     if loader is not None and not isinstance(step, CompiledStep):
         batches = loader if isinstance(loader, TrainingLoader) else TrainingLoader(iter(loader))
-        compiled = compile_step(step_of(parts, jitted=False), state, batches.peek())
+        compiled = compile_step(_unjitted(parts.fit_step), state, batches.peek())
         if iter(loader) is loader:
             parts = replace(parts, dataloader_train=batches)
         if step is parts.own_step:

@@ -174,14 +174,14 @@ def write_card(path: str | os.PathLike[str], text: str) -> None:
 
 
 def make_card(
-    arguments: TrainingArguments,
     parts: Parts,
     history: Mapping[str, Sequence[float]],
     notes: Mapping[str, Any],
     stopped: object = None,
 ) -> str:
     """Format the card of a run as markdown, without arguments that are None and empty sections."""
-    mesh, params = parts.mesh, getattr(parts.state_shape, "params", parts.state_shape)
+    arguments, mesh = parts.arguments, parts.mesh
+    params = getattr(parts.state_shape, "params", parts.state_shape)
     devices = {
         "devices": mesh.size,
         "kind": mesh.devices.flat[0].device_kind,

@@ -3,7 +3,6 @@
 import functools
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,24 +52,29 @@ from stepfold.sharding.place import place
 from stepfold.tree import describe_value
 
 
-def make_parts(arguments: TrainingArguments, *, devices: Any, rules: Any, **given: Any) -> Parts:
+def make_parts(
+    arguments: TrainingArguments, *, devices: Any, rules: Any = None, **given: Any
+) -> Parts:
     """Check what a trainer is given; make processes, mesh, sizes, dtypes and trackers."""
     functions = "loss_fn", "eval_loss_fn", "data_collator", "given_scheduler"
-    check_functions(**{name.removeprefix("given_"): given[name] for name in functions})
+    check_functions(**{name.removeprefix("given_"): given.get(name) for name in functions})
     if given.get("names") is not None:
         read_instance("names", given["names"], NameMap, "a NameMap")
-    check_flags(finetune=given["finetune"], stateful=given["stateful"])
+    flags = {"finetune", "stateful"} & given.keys()
+    check_flags(**{name: given[name] for name in sorted(flags)})
     check_config(given.get("config"))
     if rules is not None and not arguments.auto_shard_states:
         expected = "None with auto_shard_states=False, which replicates the state"
         refuse("rules", expected, describe_value(rules), "leave out one of them")
-    if not given["finetune"]:
+    if not given.get("finetune", True):
         given["initial"] = None
     start_processes(arguments)
     mesh = make_mesh(arguments, devices)
-    sizes = length_of(given["dataset_train"]), length_of(given["dataset_eval"])
+    names = "dataset_train", "dataset_eval"
+    train_examples, eval_examples = (length_of(given.get(name)) for name in names)
     return Parts(
-        plan=plan(arguments, *sizes, devices=mesh.size),
+        arguments=arguments,
+        plan=plan(arguments, train_examples, eval_examples, mesh.size),
         mesh=mesh,
         rules=sharding_rules(arguments) if rules is None else rules,
         logs_path=logs_of(arguments),
@@ -97,18 +101,16 @@ def with_dataloaders(parts: Parts, output: TrainerConfigureDataloaderOutput) -> 
     )
 
 
-def with_model(
-    arguments: TrainingArguments, parts: Parts, output: TrainerConfigureModelOutput
-) -> tuple[Parts, Any]:
+def with_model(parts: Parts, output: TrainerConfigureModelOutput) -> tuple[Parts, Any]:
     """Set the optimizer, and return the initial state with the parts."""
     state, tx = output.state, output.tx
     scheduler = output.scheduler or parts.scheduler  # that the method has assigned
     tx = parts.tx if tx is None else tx
     tx = getattr(state, "tx", None) if tx is None else tx
     if tx is None:
-        tx, scheduler = optimizer_for(arguments, parts, scheduler)
+        tx, scheduler = optimizer_for(parts, scheduler)
     if state is None:
-        state = first_state(arguments, parts, output.model, parts.initial, tx)
+        state = first_state(parts, output.model, parts.initial, tx)
     elif state is not parts.own_state:  # a subclass's own, which must not be donated
         state = copy_to(state, parts.shardings_of(state))
     loader = parts.dataloader_train
@@ -126,9 +128,10 @@ def with_model(
 
 
 def with_functions(
-    arguments: TrainingArguments, parts: Parts, state: Any, output: TrainerConfigureFunctionOutput
+    parts: Parts, state: Any, output: TrainerConfigureFunctionOutput
 ) -> tuple[Parts, Any]:
     """Set the steps, the mesh and the checkpoints, and return the state on the mesh."""
+    arguments = parts.arguments
     is_own_step = parts.own_step is not None and output.train_step_fn is parts.own_step
     if is_own_step and parts.dataloader_train is not None and not isinstance(state, TrainState):
         kind = f"{type(state).__module__}.{type(state).__name__}"
@@ -150,20 +153,30 @@ def with_functions(
 
 
 def optimizer_for(
-    arguments: TrainingArguments, parts: Parts, scheduler: optax.Schedule | None = None
+    parts: Parts, scheduler: optax.Schedule | None = None
 ) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
     """Make the optimizer and its schedule of the arguments, or return those that were given."""
     scheduler = parts.given_scheduler if scheduler is None else scheduler
-    return optimizer_of(arguments, parts.max_training_steps, parts.given_tx, scheduler)
+    return optimizer_of(parts.arguments, parts.max_training_steps, parts.given_tx, scheduler)
 
 
-def make_steps(arguments: TrainingArguments, parts: Parts) -> tuple[Step, Step]:
+def jit_steps(parts: Parts) -> tuple[Step, Step]:
+    """Jit the steps that `make_steps` makes; the trackers count how often each is compiled."""
+    train_step, eval_step = make_steps(parts)
+    shardings = (parts.state_shardings, None) if parts.sharded_mesh else None
+    train_step = parts.train_tracker.track(train_step)
+    train_step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+    return train_step, jax.jit(parts.evalu_tracker.track(eval_step))
+
+
+def make_steps(parts: Parts) -> tuple[Step, Step]:
     """Make the training step and the evaluation step, neither of them jitted.
 
     A NaN or inf in the loss or the gradients leaves the state unchanged, so that it can be saved.
     With a schedule, the learning rate is a metric.
     """
-    loss_fn, policy = parts.loss_fn, arguments.gradient_checkpointing
+    arguments, loss_fn = parts.arguments, parts.loss_fn
+    policy = arguments.gradient_checkpointing
     if loss_fn is None:
         expected = "a loss function (params, batch, key) -> loss"
         advice = "give one, or override configure_functions in a subclass"
@@ -222,18 +235,14 @@ def _check_model(model: Any) -> None:
 
 
 def first_state(
-    arguments: TrainingArguments,
-    parts: Parts,
-    model: Any,
-    initial: Any,
-    tx: optax.GradientTransformation | None,
+    parts: Parts, model: Any, initial: Any, tx: optax.GradientTransformation | None
 ) -> Any:
     """Make the state of a run from an init function, parameters or a state. All arrays are copied.
 
     A state keeps its step, its key and, if it fits the optimizer, its optimizer state. A new state
     and its schedule start at `step_start_point`.
     """
-    stateful = parts.stateful
+    arguments, stateful = parts.arguments, parts.stateful
     if is_state(initial):
         if isinstance(initial, TrainState):
             initial = _fit_optimizer(arguments, initial, tx)
@@ -286,13 +295,16 @@ def copy_to(state: Any, shardings: Any) -> Any:
 
 
 def load_weights(
-    path: str | Path, state: Any, folder: str, names: NameMap | None = None
+    path: str | Path | None, state: Any, folder: str, names: NameMap | None = None
 ) -> tuple[Any, list[str], dict[str, str]]:
     """Load all parameters from safetensors, or those that fit from a checkpoint.
 
-    `folder` is that of the checkpoints in a run, and `names` maps those of safetensors. Returns the
-    state, the paths of the loaded parameters, and by path why others were not.
+    Without a path, nothing is loaded. `folder` is that of the checkpoints in a run, and `names`
+    maps those of safetensors. Returns the state, the paths of the loaded parameters, and by path
+    why others were not.
     """
+    if path is None:
+        return state, [], {}
     directory = None if is_url(path) else absolute_path("init_weights_from", path)
     if directory and (directory.suffix == ".safetensors" or [*directory.glob("*.safetensors*")]):
         params = load_params(directory, state.params, names=names, cast=names is not None)
@@ -305,28 +317,26 @@ def load_weights(
     return restored.state, list(restored.loaded), reasons
 
 
-def find_checkpoint(path: str | Path, folder: str) -> tuple[Path | str, int | None]:
+def find_checkpoint(path: str | Path, folder: str) -> tuple[str, int | None]:
     """Return the directory or URL of the steps, and the step if the path is that of one.
 
     The path is that of a run, with its checkpoints in `folder`, of these, or of one step.
     """
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
         refuse("checkpoint", "a path", repr(path), "give the folder of a step")
+    location = path if is_url(path) else os.fspath(absolute_path("checkpoint", path))
+    parent, number = split_location(location)
+    if number is not None and open_store(parent).has_step(number):
+        return parent, number
     if is_url(path):
-        parent, number = split_location(path)
-        is_step = number is not None and open_store(parent).has_step(number)
-        return (parent, number) if is_step else (path, None)
-    path = absolute_path("checkpoint", path)
-    if path.name.isdecimal() and int(path.name) in open_store(path.parent).steps():
-        return path.parent, int(path.name)
-    for directory in (path, path / folder):
+        return location, None
+    for directory in (location, os.path.join(location, folder)):
         if open_store(directory).steps():
             return directory, None
-    advice = "" if path.exists() else "; there is no such folder, and nothing is downloaded"
-    raise CheckpointError(
-        f"{path}: expected a checkpoint, a folder of them, or a run's folder with {folder}/ in it"
-        + advice
-    )
+    is_missing = not os.path.exists(location)
+    advice = "; there is no such folder, and nothing is downloaded" if is_missing else ""
+    expected = f"a checkpoint, a folder of them, or a run's folder with {folder}/ in it"
+    raise CheckpointError(f"{location}: expected {expected}{advice}")
 
 
 def restore_path(path: str | Path, folder: str, like: Any, **options: Any) -> Restored:
@@ -335,17 +345,21 @@ def restore_path(path: str | Path, folder: str, like: Any, **options: Any) -> Re
     return restore(directory, like, step="latest" if step is None else step, **options)
 
 
-def parts_of(state: Any, *, optimizer: bool, scheduler: bool) -> Sequence[str]:
-    """Return regular expressions for the paths to restore.
+def restore_parts(
+    path: str | Path, folder: str, state: Any, *, optimizer: bool, scheduler: bool
+) -> Restored:
+    """Restore the parameters and the model state.
 
-    They always include the parameters and the model state. `optimizer` adds the optimizer state,
-    the step and the key; `scheduler` adds the step counts of schedules.
+    `optimizer` adds the optimizer state, the step and the key; `scheduler` adds the step counts of
+    schedules.
     """
     schedule = schedule_paths(getattr(state, "opt_state", ()))
     names = [name for name, _ in tree.named_leaves(state) if name.startswith("opt_state")]
     rest = [*(name for name in names if name not in schedule), "step", "key"]
     wanted = [*(rest if optimizer else ()), *(schedule if scheduler else ())]
-    return ["params", "model_state", *map(re.escape, wanted)]
+    # One pattern, since not every state has all of them.
+    pattern = "|".join(["params", "model_state", *map(re.escape, wanted)])
+    return restore_path(path, folder, state, parts=(pattern,))
 
 
 def is_newest(own: Checkpoints | None, path: str | Path, folder: str) -> bool:

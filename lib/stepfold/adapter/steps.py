@@ -13,11 +13,11 @@ from stepfold.adapter.loading import num_rows
 from stepfold.core.loss import mean
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.state import TrainState
-from stepfold.core.validation import spell_call, takes
+from stepfold.core.validation import read_instance, spell_call, takes
 from stepfold.errors import TreeMismatchError, refuse
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.loop.evaluate import evaluate
-from stepfold.loop.metrics import metric_values
+from stepfold.loop.metrics import merge_metrics, metric_values
 
 if TYPE_CHECKING:
     from clu.metrics import Metric
@@ -159,9 +159,8 @@ class StepWithHooks:
 
     def __init__(self, step: Step, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         self._step, self._before, self._after = step, before, after
-        self._call: Step | None = step if hasattr(step, "lower") else None
-        if isinstance(step, CompiledStep):
-            self._call = step
+        is_compiled = isinstance(step, CompiledStep) or hasattr(step, "lower")
+        self._call: Step | None = step if is_compiled else None
         self._steps_done: int | None = None
         self._names: list[str] | None = None  # of the metrics of the first step
         self._compute = jax.jit(lambda metrics: {n: m.compute() for n, m in metrics.items()})
@@ -250,6 +249,19 @@ def evaluate_with(
     if calculator is None or takes_batch:
         return numbers
     further = calculator(dict(numbers))
-    if not isinstance(further, Mapping):
-        refuse("metric_calculator", "it to return numbers by name", tree.describe_value(further))
+    read_instance("metric_calculator", further, Mapping, "it to return numbers by name")
     return numbers | metric_values(further)
+
+
+def call_evaluate(trainer: Any, state: Any, *data: Any, method: str = "evaluate") -> dict[str, Any]:
+    """Evaluate a state in a run by a method of a trainer, which may be that of a subclass.
+
+    `eval` may yield metrics for each batch, which are averaged.
+    """
+    trainer.state = state
+    metrics = getattr(trainer, method)(*data)
+    if method == "eval" and not isinstance(metrics, Mapping):
+        measured = [as_metrics(each, "eval") for each in metrics]
+        metrics = merge_metrics(measured) if measured else None
+    read_instance(method, metrics, Mapping, "it to return metrics by name")
+    return {name_in_run(name): value for name, value in metrics.items()}

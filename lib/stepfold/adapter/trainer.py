@@ -97,7 +97,7 @@ class Trainer:
     """
 
     # On the class, so that a subclass may also inherit from an abstract class with these.
-    plan, mesh, rules, logs_path = Part(), Part(), Part(), Part()
+    arguments, plan, mesh, rules, logs_path = Part(), Part(), Part(), Part(), Part()
     model, config, data_collator, finetune, stateful = Part(), Part(), Part(), Part(), Part()
     dataset_train, dataset_eval, dataloader_train, dataloader_eval = Part(), Part(), Part(), Part()
     max_training_steps, max_evaluation_steps = Part(), Part()
@@ -128,6 +128,11 @@ class Trainer:
     train_step_fn = sharded_training_step_function = Part("train_step", Parts.with_train_step)
     eval_step_fn = sharded_evaluation_step_function = Part("eval_step", Parts.with_eval_step)
     # Of the last run.
+    result: FitResult | None = None
+    stopped: str | None = None
+    watched_step = 0  # of the last `log_watchers`
+    _run_hooks: Sequence[Hook] = ()
+    _state_source: str | None = None  # what has replaced the state since then
     best = property(
         lambda self: getattr(self.result, "best", None),
         doc="The step of the best checkpoint of the last run, or None.",
@@ -204,7 +209,6 @@ class Trainer:
         expected = "TrainingArguments"
         arguments = read_instance("arguments", arguments, TrainingArguments, expected)
         check_methods(self)
-        self.arguments = arguments
         self._parts = setup.make_parts(
             arguments,
             devices=devices,
@@ -229,14 +233,7 @@ class Trainer:
             metadata=saving.check_metadata(config, metadata),
         )
         self._state = model_state
-        self._state_source: str | None = None  # what replaced the state since the last run
-        self._run_hooks: list[Hook] = []  # of the last run
-        self.watched_step = 0  # of the last `log_watchers`
         self.history: Any = {}
-        self.result: FitResult | None = None
-        self.stopped: str | None = None
-        self.loaded: list[str] = []
-        self.not_loaded: dict[str, str] = {}
         self.initialize_trainer_utils()
 
     def __getattr__(self, name: str) -> Any:
@@ -258,17 +255,15 @@ class Trainer:
         self.timer = trainer_hooks.Timers()
         self._parts = setup.with_dataloaders(self._parts, self.configure_dataloaders())
         model = self.configure_model()
-        self._parts, state = setup.with_model(arguments, self._parts, model)
-        if (path := arguments.init_weights_from) is not None:
-            folder = arguments.checkpoints_dir
-            state, self.loaded, self.not_loaded = setup.load_weights(
-                path, state, folder, self._parts.names
-            )
+        self._parts, state = setup.with_model(self._parts, model)
+        weights, folder = arguments.init_weights_from, arguments.checkpoints_dir
+        loaded = setup.load_weights(weights, state, folder, self._parts.names)
+        state, self.loaded, self.not_loaded = loaded
         if self.overrides("configure_functions") and self.tx is not None:
             self._parts = replace(self._parts, state_type=steps.make_state_type(self.tx))
         self.set_state(state)
         functions, state = self.configure_functions(), self._state
-        self._parts, self._state = setup.with_functions(arguments, self._parts, state, functions)
+        self._parts, self._state = setup.with_functions(self._parts, state, functions)
 
     def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
         """Make batches of the datasets, and count the steps."""
@@ -284,18 +279,14 @@ class Trainer:
         """Make the optimizer, its schedule, and the state."""
         parts = self._parts
         tx, scheduler = self.make_optimizer()
-        state = setup.first_state(self.arguments, parts, self.model, parts.initial, tx)
+        state = setup.first_state(parts, self.model, parts.initial, tx)
         self._parts = replace(parts, own_state=state)
         return TrainerConfigureModelOutput(self.model, tx, scheduler, self.config, state=state)
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
         """Make the jitted steps, the mesh, and the description of the checkpoints."""
         parts = self._parts
-        train_step, eval_step = setup.make_steps(self.arguments, parts)
-        train_step = parts.train_tracker.track(train_step)
-        shardings = (parts.state_shardings, None) if parts.sharded_mesh else None
-        train_step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-        eval_step = jax.jit(parts.evalu_tracker.track(eval_step))
+        train_step, eval_step = setup.jit_steps(parts)
         self._parts = replace(parts, own_step=train_step)
         manager = from_arguments.checkpoints(self.arguments, parts.plan)
         return TrainerConfigureFunctionOutput(train_step, parts.mesh, manager, eval_step)
@@ -308,8 +299,7 @@ class Trainer:
         names = [f"create_{kind}collect_function", "create_collect_function"]
         own = next(filter(self.overrides, names), None)
         make = getattr(self, own or names[0])
-        collators = (getattr(data, "data_collator", None) for data in (dataset, self.dataset_train))
-        collator = self.data_collator or next(filter(None, collators), None)
+        collator = loading.collator_of(self.data_collator, dataset, self.dataset_train)
         check_functions(data_collator=collator)
         if collator is None and own is None:
             loading.warn_of_batches(dataset)
@@ -371,7 +361,7 @@ class Trainer:
         state = setup.state_of(state)
         chosen = {"model_parameters": model_parameters, "state": state, "ckpt_path": ckpt_path}
         before, is_first = (self.state, self._state_source), self.result is None
-        start = run.find_start(self.arguments, self._parts, *before, chosen, is_first=is_first)
+        start = run.find_start(self._parts, *before, chosen, is_first=is_first)
         if start.source is not None:
             self.set_state(start.state)
         step = int(getattr(self.state, "step", 0))
@@ -401,16 +391,10 @@ class Trainer:
 
     def _fit(self, more_steps: int | None, *, resume: bool) -> FitResult:
         """Run the steps, with evaluations, hooks and checkpoints."""
-        arguments = self.arguments
-        # Several steps in a call are compiled as one.
-        step = run.step_of(self._parts, jitted=arguments.steps_per_call == 1)
-        if self.overrides("on_step_start") or self.overrides("on_step_end"):
-            step = run.with_hooks(arguments, step, self.on_step_start, self.on_step_end)
-        evaluations = run.evaluations_of(arguments, self._parts, self)
-        self._run_hooks = run.make_hooks(
-            arguments, self._parts, self, step, evaluations=evaluations
-        )
-        evaluations += run.saves_of(arguments, self._parts, self)
+        arguments, parts = self.arguments, self._parts
+        step, evaluations = run.step_of(parts, self), run.evaluations_of(parts, self)
+        self._run_hooks = run.make_hooks(parts, self, step, evaluations=evaluations)
+        evaluations += run.saves_of(parts, self)
         is_resumed = self.checkpoint_path is not None
         if not is_resumed and self.writer is not None and self.is_enable:
             self.writer.flush()  # rows logged before this run stay in the earlier run's files
@@ -419,9 +403,9 @@ class Trainer:
         if arguments.output_dir is not None:
             folder = absolute_path("output_dir", arguments.output_dir)
             saving.write_arguments(folder, arguments)
-            saving.write_metadata(folder, self._parts.metadata)
+            saving.write_metadata(folder, parts.metadata)
         has_report = self.writer is not None and "jsonl" in arguments.report_to
-        length, epochs = run.length_of(arguments, self._parts, more_steps)
+        length, epochs = run.length_of(parts, more_steps)
         return fit(  # without `**`, since a tuple of its arguments would keep the state
             step,
             self._take_state() if is_resumed else self.state,
@@ -629,7 +613,7 @@ class Trainer:
 
     def compile_aot(self) -> bool:
         """Compile the steps that there are data for ahead of time; return whether there are any."""
-        self._parts = run.compile_steps(self.arguments, self._parts, self.state)
+        self._parts = run.compile_steps(self._parts, self.state)
         return self.dataloader_train is not None or self.dataloader_eval is not None
 
     def calculate_number_total_flops(self, params: Any, is_training: bool = True) -> int:
@@ -715,7 +699,7 @@ class Trainer:
         """Write a card of the run as markdown, to a file or as `README.md` in a folder."""
         notes: dict[str, Any] = {"checkpoint": self.checkpoint_path, "loaded": self.loaded}
         notes["not loaded"] = self.not_loaded
-        text = saving.make_card(self.arguments, self._parts, self.history, notes, self.stopped)
+        text = saving.make_card(self._parts, self.history, notes, self.stopped)
         if self.is_process_zero:
             saving.write_card(output_path, text)
 
@@ -729,10 +713,9 @@ class Trainer:
         position of the schedule. Returns the state, its step and metrics, and the paths that were
         loaded and that were not.
         """
-        parts = setup.parts_of(self.state, optimizer=load_optimizer, scheduler=load_scheduler)
+        wanted = {"optimizer": load_optimizer, "scheduler": load_scheduler}
         folder = self.arguments.checkpoints_dir
-        # One pattern, since not every state has all of them.
-        restored = setup.restore_path(path, folder, self.state, parts=("|".join(parts),))
+        restored = setup.restore_parts(path, folder, self.state, **wanted)
         self._state, self._state_source = restored.state, "load_checkpoint"
         self.loaded, self.not_loaded = list(restored.loaded), restored.not_loaded
         return restored._asdict()
@@ -806,7 +789,7 @@ class Trainer:
 
     def make_optimizer(self, scheduler: Any = None) -> tuple[Any, Any]:
         """Make the optimizer and its schedule of the arguments, or return those that were given."""
-        return setup.optimizer_for(self.arguments, self._parts, scheduler)
+        return setup.optimizer_for(self._parts, scheduler)
 
     def set_state(self, state: Any) -> None:
         """Replace the state, and describe it."""
