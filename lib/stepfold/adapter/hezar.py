@@ -12,18 +12,8 @@ from typing import Any
 import jax
 import optax
 
-from stepfold.adapter import from_arguments, loading, run, setup
+from stepfold.adapter import from_arguments, hezar_config, loading, run, setup
 from stepfold.adapter.hezar_config import TrainerConfig as TrainerConfig
-from stepfold.adapter.hezar_config import (
-    check_best_metric,
-    find_devices,
-    find_save_method,
-    make_arguments,
-    make_hooks,
-    make_optimizers,
-    save_preprocessor,
-    with_loss_scale,
-)
 from stepfold.adapter.hezar_metrics import MetricConfig as MetricConfig
 from stepfold.adapter.hezar_metrics import MetricsHandler as MetricsHandler
 from stepfold.adapter.hezar_metrics import Recorder, read_generate, read_handler
@@ -138,16 +128,16 @@ class Trainer(ModelTrainer):
             advice = "set distributed, mixed_precision or gradient_accumulation_steps in the config"
             refuse("accelerator", expected, type(accelerator).__name__, advice)
         check_functions(data_collator=data_collator, generate=generate)
-        find_save_method(preprocessor)
+        hezar_config.find_save_method(preprocessor)
         self.config, self.eval_dataset, self.preprocessor = config, eval_dataset, preprocessor
         self.train_dataset, self.data_collator = train_dataset, data_collator
         self.loss_tracker = LossTracker()
         self._may_resume = bool(config.resume_from_checkpoint)
-        devices = find_devices(config)
-        arguments = make_arguments(config, len(devices))
+        devices = hezar_config.find_devices(config)
+        arguments = hezar_config.make_arguments(config, len(devices))
         self.metrics_handler = read_handler(metrics_handler, config.metrics, preprocessor)
         evaluates = config.do_evaluate and eval_dataset is not None
-        check_best_metric(config, arguments, metrics_handler, evaluates=evaluates)
+        hezar_config.check_best_metric(config, arguments, metrics_handler, evaluates=evaluates)
         params, self._build = split_model(model)
         self._generate = read_generate(config.evaluate_with_generate, generate, model)
         self._parts = setup.make_parts(
@@ -166,17 +156,17 @@ class Trainer(ModelTrainer):
         self._epoch_steps: int = epoch_steps
         limits = [config.num_epochs and config.num_epochs * epoch_steps, config.max_steps]
         self._steps = min(filter(None, limits))
-        self.optimizer, self.lr_scheduler = make_optimizers(
+        self.optimizer, self.lr_scheduler = hezar_config.make_optimizers(
             config, arguments, self._steps, optimizer, lr_scheduler
         )
         self._set_up()
 
     def _set_up(self) -> None:
-        """Make the state and the steps, as the trainer of EasyDeL makes those of its methods."""
+        """Make the state and the steps, of the batches and the optimizer."""
         config, tx = self.config, self.optimizer
         if self._overrides("optimization_step"):
             tx = with_update(tx, "optimization_step", self.optimization_step)
-        tx = with_loss_scale(self._parts.arguments, tx)
+        tx = hezar_config.with_loss_scale(self._parts.arguments, tx)
         loaders = TrainerConfigureDataloaderOutput(self.train_dataloader, self._steps)
         parts = setup.with_dataloaders(self._parts, loaders)
         model = TrainerConfigureModelOutput(None, tx, self.lr_scheduler)
@@ -201,7 +191,7 @@ class Trainer(ModelTrainer):
             self.state = start.state
             loading.seek(self.train_dataloader, start.data, int(self.state.step))
         self._may_resume = start.may_resume
-        save_preprocessor(self.config, self.preprocessor)
+        hezar_config.save_preprocessor(self.config, self.preprocessor)
         if not self._overrides("inner_training_loop"):
             return self._run(self._steps)
         average, epochs = self.loss_tracker.average, math.ceil(self._steps / self._epoch_steps)
@@ -228,7 +218,7 @@ class Trainer(ModelTrainer):
         parts, evaluations = self._parts, []
         if self.config.do_evaluate and self.eval_dataset is not None:
             evaluations.append(Evaluation(partial(call_evaluate, self), every_epochs=1))
-        may_resume = self._may_resume
+        hooks = hezar_config.make_hooks(parts, int(self.state.step), may_resume=self._may_resume)
         self._fit(
             parts.train_step,
             self.train_dataloader,
@@ -237,12 +227,9 @@ class Trainer(ModelTrainer):
             config=from_arguments.config_of(parts.arguments),
             evaluation=evaluations,
             checkpoints=parts.checkpoint_manager,
-            hooks=[
-                self.loss_tracker,
-                *make_hooks(parts, int(self.state.step), may_resume=may_resume),
-            ],
+            hooks=[self.loss_tracker, *hooks],
             log_every=parts.plan.log_every,
-            resume=may_resume,
+            resume=self._may_resume,
         )
         self._may_resume = True
         return self.loss_tracker.average
@@ -254,7 +241,6 @@ class Trainer(ModelTrainer):
         """
         config, size = self.config, self._parts.plan.train_batch
         seed = config.seed if config.dataloader_shuffle else None
-        loading.check_examples(dataset)
         loader = batches(dataset, size, seed=seed, collate=self._collator_of(dataset))
         workers = config.num_dataloader_workers
         return prefetch(loader, size=workers) if workers else loader
@@ -294,10 +280,8 @@ class Trainer(ModelTrainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             refuse("eval_dataset", "data to evaluate on", "None")
-        parts, prepare = self._parts, self.prepare_input_batch
-        loading.check_examples(dataset)
-        collate = self._collator_of(dataset)
-        size, mesh = parts.plan.eval_batch, parts.sharded_mesh
+        collate, mesh = self._collator_of(dataset), self._parts.sharded_mesh
+        size, prepare = self._parts.plan.eval_batch, self.prepare_input_batch
         loader = loading.one_pass(dataset, size, prepare, mesh, collate=collate)
         if self.metrics_handler is None:
             return evaluate(self._eval_step, self.state, loader)
@@ -312,6 +296,8 @@ class Trainer(ModelTrainer):
     # Helpers
 
     def _collator_of(self, dataset: Any) -> Any:
+        """Check that a dataset has single examples, and return its collator."""
+        loading.check_examples(dataset)
         return loading.collator_of(self.data_collator, dataset, self.train_dataset)
 
     def _measure_batch(self, state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:

@@ -160,10 +160,8 @@ def _to_host(array: Any) -> np.ndarray:
 # The metrics of a config
 
 
-def read_metrics(metrics: Any, task: str | None) -> list[MetricConfig]:
+def read_metrics(metrics: Sequence[Any], task: str | None) -> list[MetricConfig]:
     """Return the metrics of a config; refuse those that the task does not have."""
-    if not isinstance(metrics, list | tuple):
-        refuse("metrics", "a list of names, such as ['accuracy']", tree.describe_value(metrics))
     valid = (*CLASS_METRICS, *TEXT_METRICS) if task is None else TASKS[task]
     configs = []
     for metric in metrics:

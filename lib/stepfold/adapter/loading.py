@@ -220,21 +220,18 @@ def evaluation_batches(
         expected = "data that can be iterated for each evaluation"
         advice = "give a list of it, or a function that makes it"
         refuse("dataset_eval", expected, tree.describe_value(dataset), advice)
-    add_mask = _mask_for(arguments)
     dataset, drop_columns = without_columns(dataset, arguments)
-
-    def make() -> Iterator[Any]:
-        return one_pass(
-            dataset,
-            plan.eval_batch,
-            add_mask,
-            mesh,
-            transform=drop_columns,
-            collate=collect,
-            process_index=arguments.grain_shard_index,
-            process_count=arguments.grain_shard_count,
-        )
-
+    make = functools.partial(
+        one_pass,
+        dataset,
+        plan.eval_batch,
+        _mask_for(arguments),
+        mesh,
+        transform=drop_columns,
+        collate=collect,
+        process_index=arguments.grain_shard_index,
+        process_count=arguments.grain_shard_count,
+    )
     return EvaluationLoader(make, plan.eval_steps)
 
 
