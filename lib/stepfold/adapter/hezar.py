@@ -35,6 +35,7 @@ from stepfold.adapter.outputs import (
 )
 from stepfold.adapter.steps import call_evaluate, with_update
 from stepfold.adapter.validation import check_functions
+from stepfold.core.precision import LossScaled, dynamic_loss_scale
 from stepfold.core.validation import read_instance, read_integer
 from stepfold.data.batches import batches
 from stepfold.data.prefetch import prefetch
@@ -47,10 +48,6 @@ from stepfold.tree import describe_value
 def _evaluation_loss(bound: Any, batch: Any) -> Any:
     """Compose the traced methods of a trainer, without those of the training alone."""
     return bound.compute_loss(bound.forward(batch), _labels_of(batch))
-
-
-def _training_loss(bound: Any, batch: Any) -> Any:
-    return bound.training_step(batch)
 
 
 def _labels_of(batch: Any) -> Any:
@@ -144,7 +141,7 @@ class Trainer(ModelTrainer):
             arguments,
             devices=devices,
             initial=params,
-            loss_fn=self._make_loss(_training_loss, is_training=True),
+            loss_fn=self._make_loss(lambda bound, x: bound.training_step(x), is_training=True),
             eval_loss_fn=self._make_loss(_evaluation_loss, is_training=False),
         )
         loader = read_dataloader(self.create_train_dataloader(train_dataset))
@@ -166,7 +163,9 @@ class Trainer(ModelTrainer):
         config, tx = self.config, self.optimizer
         if self._overrides("optimization_step"):
             tx = with_update(tx, "optimization_step", self.optimization_step)
-        tx = hezar_config.with_loss_scale(self._parts.arguments, tx)
+        has_scale = isinstance(tx, LossScaled)
+        if from_arguments.precision(self._parts.arguments).needs_loss_scale and not has_scale:
+            tx = dynamic_loss_scale(tx)
         loaders = TrainerConfigureDataloaderOutput(self.train_dataloader, self._steps)
         parts = setup.with_dataloaders(self._parts, loaders)
         model = TrainerConfigureModelOutput(None, tx, self.lr_scheduler)

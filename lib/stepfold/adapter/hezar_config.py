@@ -25,7 +25,6 @@ from stepfold.adapter.from_arguments import (
     best_metric,
     make_optimizer,
     make_schedule,
-    precision,
     writers,
 )
 from stepfold.adapter.hezar_metrics import TASKS, MetricConfig, read_metrics
@@ -35,7 +34,6 @@ from stepfold.adapter.parts import Parts
 from stepfold.adapter.run import stop_on_skipped
 from stepfold.core.metric_modes import known_mode
 from stepfold.core.optimizer import as_optimizer
-from stepfold.core.precision import LossScaled, dynamic_loss_scale
 from stepfold.core.validation import absolute_path, is_url, read_choice, read_function, suggest
 from stepfold.errors import refuse
 from stepfold.loop.hooks.base import Hook
@@ -245,14 +243,6 @@ def make_optimizers(
         read_function("lr_scheduler", lr_scheduler, "a function of the step to a rate", advice)
     schedule = lr_scheduler or make_schedule(arguments, steps)
     return make_optimizer(arguments.replace(mixed_precision=None), schedule), schedule
-
-
-def with_loss_scale(
-    arguments: TrainingArguments, tx: optax.GradientTransformation
-) -> optax.GradientTransformation:
-    """Add the loss scale that float16 needs."""
-    is_needed = precision(arguments).needs_loss_scale and not isinstance(tx, LossScaled)
-    return dynamic_loss_scale(tx) if is_needed else tx
 
 
 # The metric of the best checkpoint

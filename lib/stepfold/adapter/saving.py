@@ -16,7 +16,6 @@ from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.parts import Parts
 from stepfold.checkpoint.names import NameMap
-from stepfold.checkpoint.policy import save
 from stepfold.checkpoint.safetensors import export_params
 from stepfold.checkpoint.steps import read_directory
 from stepfold.core.validation import absolute_path
@@ -37,19 +36,6 @@ def path_and_state(*values: Any, default: Path | None = None) -> tuple[Path, Any
         advice = "write save_pretrained(path), or (state, save_directory=path)"
         refuse("save_pretrained", "one path and at most one state", got, advice)
     return absolute_path("save_directory", paths[0]), next(iter(states), None)
-
-
-def save_state(
-    directory: Path, state: Any, data: Any, history: Mapping[str, Sequence[float]]
-) -> Path:
-    """Save a state in `directory/<step>`, and return this folder.
-
-    `data` is the position of the batches.
-    """
-    step = int(getattr(state, "step", 0))
-    metrics = {name: curve[-1] for name, curve in history.items() if len(curve)}
-    save(directory, state, step=step, data=data, metrics=metrics)
-    return directory / str(step)
 
 
 # Files next to checkpoints and weights

@@ -33,6 +33,7 @@ from stepfold.adapter.parts import Part, Parts
 from stepfold.adapter.sizes import Plan
 from stepfold.adapter.validation import check_functions, check_list, check_methods
 from stepfold.checkpoint.names import NameMap
+from stepfold.checkpoint.policy import save
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import is_available
 from stepfold.core.validation import absolute_path, read_function, read_instance, refuse_unknown
@@ -685,11 +686,13 @@ class Trainer:
             saving.save_for_torch(path, getattr(state, "params", state), **names, **metadata)
             saving.write_metadata(path, self._parts.metadata)
             return path
-        step = int(getattr(state, "step", 0)) + self._parts.data_offset
-        data = loading.position_at(self.dataloader_train, step)
+        step = int(getattr(state, "step", 0))
+        data = loading.position_at(self.dataloader_train, step + self._parts.data_offset)
         saving.write_arguments(path, self.arguments)
         saving.write_metadata(path, self._parts.metadata)
-        return saving.save_state(path, state, data, self.history)
+        metrics = {name: curve[-1] for name, curve in self.history.items() if len(curve)}
+        save(path, state, step=step, data=data, metrics=metrics)
+        return path / str(step)
 
     def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> Path:
         """Write the parameters for torch, as `save_pretrained(to_torch=True)` does."""

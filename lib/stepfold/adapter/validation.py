@@ -1,5 +1,6 @@
 """Checks of `TrainingArguments` as a whole, and of arguments of the trainer."""
 
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -39,19 +40,13 @@ def check_combinations(a: Any) -> None:
         )
     check_scheduler_options(a.scheduler or "none", a.scheduler_kwargs)
     check_optimizer_options(a.optimizer, a.extra_optimizer_kwargs)
-    for first, second, advice in _conflicts(a):
+    conflicts = _conflicts_of_optimizer(a), _conflicts_of_data(a), _conflicts_of_output(a)
+    for first, second, advice in itertools.chain(*conflicts):
         pair = " and ".join(f"{name}={getattr(a, name)!r:.60}" for name in (first, second))
         raise ConfigError(f"{pair} do not go together: {advice}")
 
 
-_Conflicts = Iterator[tuple[str, str, str]]
-
-
-def _conflicts(a: Any) -> _Conflicts:
-    """Yield two fields that do not go together, and what to do."""
-    yield from _conflicts_of_optimizer(a)
-    yield from _conflicts_of_data(a)
-    yield from _conflicts_of_output(a)
+_Conflicts = Iterator[tuple[str, str, str]]  # two fields, and what to do
 
 
 def _conflicts_of_optimizer(a: Any) -> _Conflicts:
