@@ -727,7 +727,6 @@ def test_a_nan_ends_the_run_with_a_warning():
     assert isinstance(trainer.result.capsule, sf.Capsule)
 
 
-@pytest.mark.full
 @shows(
     "qurious",
     "Methods",
