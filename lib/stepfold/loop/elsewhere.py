@@ -140,7 +140,7 @@ class Elsewhere:
                 if not self._has_warned:
                     self._has_warned = True
                     text = f"{error}; the run continues, and looks for evaluations again later"
-                    warnings.warn(text, RuntimeWarning, stacklevel=8)
+                    warnings.warn(text, RuntimeWarning, stacklevel=9)
         now = time.monotonic()
         self._next_look = now + (now - start) / _SHARE
         return found if self._peers.is_alone else self._broadcast(found)
@@ -204,5 +204,5 @@ class Elsewhere:
                 f"{self._series.directory}: {len(steps)} steps wait for {', '.join(self._names)} "
                 f"since step {steps[0]}, and are kept until then; start sf.evaluate_run",
                 RuntimeWarning,
-                stacklevel=8,
+                stacklevel=11,
             )

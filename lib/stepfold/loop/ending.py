@@ -1,11 +1,12 @@
 """How a run ends: in order, or by an exception."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from stepfold.core.state import is_available
 from stepfold.errors import ConfigError, refuse
 from stepfold.internals import texts
 from stepfold.loop.data import BatchFeed
+from stepfold.loop.elsewhere import Elsewhere
 from stepfold.loop.fold import Alone, Part, Runs, complete
 from stepfold.loop.hooks.base import Stop
 from stepfold.loop.parts import Log
@@ -29,11 +30,10 @@ class Ending:
         save: Save,
         peers: Alone,
         rollbacks: Rollbacks | None,
-        finish: Callable[[Run], Run] | None = None,
+        elsewhere: Elsewhere | None,
     ) -> None:
         self._log_part, self._events, self._save = log, events, save
-        self._peers, self._rollbacks = peers, rollbacks
-        self._finish_elsewhere = finish  # the evaluations of another process
+        self._peers, self._rollbacks, self._elsewhere = peers, rollbacks, elsewhere
 
     def __call__(self, run: Run) -> Runs:
         """Yield the run after each thing done, and the last one."""
@@ -47,7 +47,7 @@ class Ending:
         run = run._replace(is_complete=run.is_complete or run.step == run.total)
         if run.is_complete and not run.is_interrupted:
             run = run.close_interval()
-        run = yield from complete(self._events[0], run)
+        run = yield from complete(self._log_part, run, peers)
         run = self._go_back(peers.conclude(run))
         if run.go_back_request is not None:
             return run
@@ -64,7 +64,7 @@ class Ending:
         """Evaluate and save after the last batch, unless a signal comes."""
         if not run.is_interrupted:
             run = yield from self._log(run)
-            if self._finish_elsewhere is not None and not run.requests.has(Kind.GO_BACK):
+            if self._elsewhere is not None and not run.requests.has(Kind.GO_BACK):
                 yield (run := self._save.save(run))
                 run = yield from self._wait_elsewhere(run)
             run = self._go_back(self._peers.conclude(run))
@@ -93,18 +93,20 @@ class Ending:
 
     def _wait_elsewhere(self, run: Run) -> Runs:
         """Wait for what another process evaluates of the steps that are saved."""
-        if self._finish_elsewhere is None or run.is_interrupted:
+        if self._elsewhere is None or run.is_interrupted:
             return run
         self._save.wait()
-        return (yield from complete(self._finish_elsewhere, run))
+        while (changed := self._elsewhere.finish(run)) is not run:
+            yield (run := changed)
+        return run
 
     def _log(self, run: Run) -> Runs:
         """Log the open interval, and evaluate a last time."""
         yield (run := run.close_interval())
-        run = yield from complete(self._events[0], run)
+        run = yield from complete(self._log_part, run, self._peers)
         yield (run := self._log_part.end_run(run))
-        for part in self._events[1:]:
-            run = yield from complete(part, run)
+        for part in self._events:
+            run = yield from complete(part, run, self._peers)
         return self._peers.hear(run)
 
     def _go_back(self, run: Run) -> Run:

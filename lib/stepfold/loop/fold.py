@@ -106,7 +106,8 @@ def fold(
 
     Yields the run after each step and part, so that after an exception the last one is known.
     """
-    run = yield from visit(parts, peers.meet(run))  # what is due at the start, or was interrupted
+    # First what is due at the start, or was interrupted.
+    run = yield from visit(parts, peers.meet(run), peers)
     run = peers.agree(run)
     while run.end is None:
         following = next_due(parts, run)
@@ -115,13 +116,14 @@ def fold(
             if batches:
                 state, metrics = step(run.state, batches)  # dispatched, not awaited
                 yield (run := run.after(state, metrics, batches))
+                peers.move(Position.DEVICES, run.step)
                 run = peers.agree(run) if run.step < following else run
             elif run.end is None:  # no request, such as a signal, has interrupted the wait
                 run = exhaust(feed, run)
         # A request that ends the run between two visits leaves the rest to `Ending`.
         if run.step >= following or run.end is None:
             yield run  # with the requests on which all agree
-            run = yield from visit(parts, peers.meet(run))
+            run = yield from visit(parts, peers.meet(run), peers)
             run = peers.agree(run)
     yield run
     return run
@@ -138,11 +140,11 @@ def next_due(parts: Sequence[Part], run: Run) -> float:
     return following
 
 
-def visit(parts: Sequence[Part], run: Run) -> Runs:
+def visit(parts: Sequence[Part], run: Run, peers: "Alone") -> Runs:
     """Do the parts that are due: log, evaluate, end the epoch, save."""
     for part in parts:
         times = 0
-        while part.is_due(run) and (changed := part(run)) is not run:
+        while part.is_due(run) and (changed := peers.do(part, run)) is not run:
             yield (run := changed)
             if (times := times + 1) == _TOO_OFTEN:
                 expected = f"is_due(run) to become False once it is done after step {run.step}"
@@ -151,9 +153,9 @@ def visit(parts: Sequence[Part], run: Run) -> Runs:
     return run
 
 
-def complete(part: Callable[[Run], Run], run: Run) -> Runs:
+def complete(part: Part, run: Run, peers: "Alone") -> Runs:
     """Do all that a part of `fit` has to do, even if it is not due; it then returns the run."""
-    while (changed := part(run)) is not run:
+    while (changed := peers.do(part, run)) is not run:
         yield (run := changed)
     return run
 
@@ -222,14 +224,6 @@ class Alone:
 
     # In the fold
 
-    def watch(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """Return parts that count how far this process is."""
-        return parts
-
-    def watch_step(self, step: Any) -> Any:
-        """Return a step that counts how far this process is."""
-        return step
-
     def join(self, feed: BatchFeed, run: Run) -> None:
         """Join the others at the start of a fold, and check that all have equally many batches."""
 
@@ -245,6 +239,10 @@ class Alone:
                 break
             batches.append(batch)
         return run if batches else self.agree(run), batches
+
+    def do(self, part: Part, run: Run) -> Run:
+        """Do a part once."""
+        return part(run)
 
     def agree(self, run: Run) -> Run:
         """Add the requests on which all processes agree, without waiting for them."""

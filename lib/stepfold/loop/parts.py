@@ -165,7 +165,7 @@ class Log:
                 warnings.warn(
                     f"step {run.step}: expected to replace the state before it is saved, got a "
                     f"request after that, which has no effect: {request.why}",
-                    stacklevel=9,
+                    stacklevel=10,
                 )
             return run
         if isinstance(request, Reweight):

@@ -12,7 +12,7 @@ import math
 import signal
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -83,17 +83,6 @@ class Several(Alone):
     def move(self, doing: str, step: int) -> None:
         self.position.move(doing, step)
 
-    def watch(self, parts: Sequence[Part]) -> Sequence[Part]:
-        return [_Counted(part, self) for part in parts]
-
-    def watch_step(self, step: Any) -> Any:
-        def counted(state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
-            result: tuple[Any, Any] = step(state, batches)
-            self.move(Position.DEVICES, self.position.step + len(batches))
-            return result
-
-        return counted
-
     def pull(self, feed: BatchFeed, run: Run, until: float) -> tuple[Run, list[Any]]:
         self.move(Position.BATCH, run.step)
         run, batches = self._pull(feed, run, until)
@@ -116,6 +105,12 @@ class Several(Alone):
             advice = "give every process the same number"  # the others are in a step already
             refuse("batches", expected, "the end", advice, kind=DataError)
         return run, batches
+
+    def do(self, part: Part, run: Run) -> Run:
+        self.move(part.name, run.step)
+        run = part(run)
+        self.move("the loop", run.step)
+        return run
 
     def _agree_on_batches(self, run: Run, batches: list[Any]) -> tuple[Run, list[Any]]:
         """Keep as many batches as all processes have, so that all stop at the same step."""
@@ -291,20 +286,6 @@ class Several(Alone):
         else:
             reason = own.reason if own else Stop("hook", f"process {process} stopped")
         return Request(kind, 0, reason, by_hook=own is None or own.by_hook)
-
-
-class _Counted:
-    """A part that counts how far this process is."""
-
-    def __init__(self, part: Part, peers: Several) -> None:
-        self._part, self._peers, self.name = part, peers, part.name
-        self.next, self.is_due = part.next, part.is_due
-
-    def __call__(self, run: Run) -> Run:
-        self._peers.move(self.name, run.step)
-        changed = self._part(run)
-        self._peers.move("the loop", run.step)
-        return changed
 
 
 def _to_json(reason: Any) -> Any:

@@ -11,6 +11,7 @@ from stepfold.checkpoint.steps import order_by
 from stepfold.core.processes import broadcast_from_first
 from stepfold.core.state import has_nan
 from stepfold.loop.data import BatchFeed
+from stepfold.loop.elsewhere import Elsewhere
 from stepfold.loop.fold import Alone
 from stepfold.loop.hooks.base import HookDispatcher, Stop, find_save_interval
 from stepfold.loop.metrics import Curve
@@ -34,13 +35,12 @@ class Save:
         hooks: HookDispatcher,
         peers: Alone,
         evaluations: Sequence[Evaluate],
+        elsewhere: Elsewhere | None,
         describe: Callable[[Run], dict[str, Any]],
-        awaits: Callable[[Run], Sequence[str]] | None,
     ) -> None:
         self._series, self._plan, self._feed, self._hooks = series, plan, feed, hooks
-        self._peers, self._evaluations = peers, evaluations
+        self._peers, self._evaluations, self._elsewhere = peers, evaluations, elsewhere
         self._describe = describe  # what a checkpoint holds next to the state
-        self._awaits = awaits  # the evaluations that another process makes of the step
         self._has_warned = self._has_warned_of_time = False
         # The step, time, seconds in saves and their number, after the first save.
         self._first: tuple[int, float, float, int] | None = None
@@ -126,7 +126,7 @@ class Save:
                 before_commit=self._hooks.flush,
                 permanent=permanent,
                 requested=is_requested,
-                awaits=[] if self._awaits is None else self._awaits(run),
+                awaits=self._awaits(run),
             )
         return run._replace(has_news=False)
 
@@ -161,11 +161,14 @@ class Save:
         is_known = name is not None and name in metrics and not name.startswith("train/")
         return {name: metrics[name]} if name is not None and is_known else {}
 
+    def _awaits(self, run: Run) -> Sequence[str]:
+        """Return the evaluations that another process makes of the step."""
+        return [] if self._elsewhere is None else self._elsewhere.awaits(run)
+
     def _is_needed(self, run: Run) -> bool:
         """Whether an evaluation needs the step, here or in another process."""
         is_saved = self._series is not None and self._series.saved == run.step
-        is_awaited = self._awaits is not None and not is_saved and bool(self._awaits(run))
-        return is_awaited or self._is_best(run)
+        return (not is_saved and bool(self._awaits(run))) or self._is_best(run)
 
     def _is_best(self, run: Run) -> bool:
         """Whether the metric that ranks checkpoints is the best so far; the same in all processes.
@@ -219,13 +222,13 @@ class Save:
             warnings.warn(
                 f"checkpoints: {saves} saves took {saving:.0f} of the last {elapsed:.0f} s; every "
                 f"{every} steps, they would take 5 % of the time",
-                stacklevel=8,
+                stacklevel=9,
             )
 
     def _warn(self, run: Run) -> Run:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "SIGUSR1: expected checkpoints to save, got none; give checkpoints=…", stacklevel=8
+                "SIGUSR1: expected checkpoints to save, got none; give checkpoints=…", stacklevel=9
             )
         return run.without(Kind.SAVE)

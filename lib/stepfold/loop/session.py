@@ -97,15 +97,13 @@ class Session:
             Evaluate(each, plan, log, hooks, peers) for each in self._options.evaluations
         ]
         elsewhere = self._read_elsewhere(evaluations, plan, log)
-        evaluations = [each for each in evaluations if not each.evaluation.elsewhere]
-        awaits = None if elsewhere is None else elsewhere.awaits
-        save = Save(self.series, plan, self.feed, hooks, peers, evaluations, self.describe, awaits)
+        here = [each for each in evaluations if not each.evaluation.elsewhere]
         results = [] if elsewhere is None else [elsewhere]
-        events = peers.watch([log, *evaluations, *results, EndEpoch(plan, log, peers)])
+        events: list[Part] = [*here, *results, EndEpoch(plan, log, peers)]
+        save = Save(self.series, plan, self.feed, hooks, peers, here, elsewhere, self.describe)
         sizes = BatchSizes(plan, self.feed, self.runner)
-        parts = [*events, *peers.watch([*self.user_parts, save, sizes, *self.parts])]
-        finish = None if elsewhere is None else elsewhere.finish
-        ending = Ending(log, events, save, peers, self.rollbacks, finish)
+        parts: list[Part] = [log, *events, *self.user_parts, save, sizes, *self.parts]
+        ending = Ending(log, events, save, peers, self.rollbacks, elsewhere)
         try:
             with agreement("hooks: not opened", peers.group):
                 hooks.open(self.run.step, self.run.total)
@@ -117,7 +115,7 @@ class Session:
             mark = self.feed.mark(self.run.step, self.run.batches_used)
             self.run = self.run._replace(hook_states=hooks.get_state(), marks=(mark,))
             # Each run is the one of this session until the next one.
-            for self.run in fold(self.run, peers.watch_step(self.runner), self.feed, parts, peers):  # noqa: B020
+            for self.run in fold(self.run, self.runner, self.feed, parts, peers):  # noqa: B020
                 pass
             for self.run in ending(self.run):  # noqa: B020
                 pass
