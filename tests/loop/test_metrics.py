@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import flax.struct
 import jax
@@ -228,22 +227,21 @@ def test_what_is_no_number_or_no_name_is_refused(metrics, message):
 # Intervals
 
 
-def unpack(said):
-    """Turn what calls returned, each a number, into a chunk of metrics."""
-    totals = np.array(said, np.float32)
-    pairs = np.stack([np.array([x, -x]).astype(jnp.bfloat16) for x in said])
-    chunk = {
-        "a": clu.Average(total=totals, count=np.ones_like(totals)),
-        "b": clu.Average(total=pairs, count=np.ones_like(pairs)),
+def call(number):
+    """Return what a call of the step returns for a number."""
+    total, pair = np.float32(number), np.array([number, -number]).astype(jnp.bfloat16)
+    return {
+        "a": clu.Average(total, np.ones_like(total)),
+        "b": clu.Average(pair, np.ones_like(pair)),
     }
-    return [chunk]
 
 
-def filled(*said, before=None):
+def filled(*calls, before=None):
     """Return the interval of some calls, the first of them before a resume."""
     steps = Steps() if before is None else before
-    for one in said:
-        steps = Steps((one, steps.returned), steps.before)
+    for one in calls:
+        returned = call(one) if isinstance(one, int) else one
+        steps = Steps((returned, steps.returned), steps.before)
     return steps
 
 
@@ -253,7 +251,7 @@ def closed(steps, step):
 
 def again(current, closed=()):
     """Save intervals and read them back, as JSON would."""
-    saved = intervals_to_json(current, closed, unpack)
+    saved = intervals_to_json(current, closed)
     return intervals_from_json(from_json(json.loads(json.dumps(to_json(saved, "buffer")))))
 
 
@@ -263,11 +261,15 @@ def shown(interval):
 
 def test_intervals_are_saved_as_they_are_and_may_be_cut_twice():
     current, (first, second) = again(filled(3), [closed(filled(1), 1), closed(filled(2), 2)])
-    assert [shown(each.read(unpack)) for each in (first, second)] == [(1, [1.0]), (2, [2.0])]
+    assert [shown(each.read()) for each in (first, second)] == [(1, [1.0]), (2, [2.0])]
     twice = filled(5, before=again(filled(4, before=current))[0])
-    assert shown(closed(twice, 5).read(unpack)) == (5, [3.0, 4.0, 5.0])
+    assert shown(closed(twice, 5).read()) == (5, [3.0, 4.0, 5.0])
     assert not filled()
     assert Run.start((), 5, 5, None, {}).close_interval().closed == ()
+
+
+class Result(np.ndarray):
+    """An array of which one can say whether it is computed."""
 
 
 @pytest.mark.parametrize(("is_ready", "time"), [(True, 1.0), (False, 5.0)])
@@ -275,12 +277,14 @@ def test_the_time_of_an_interval_is_when_it_was_over_unless_it_has_to_be_waited_
     is_ready, time, monkeypatch
 ):
     monkeypatch.setattr("stepfold.loop.intervals.time.perf_counter", lambda: 5.0)
-    interval = closed(filled(SimpleNamespace(is_ready=lambda: is_ready)), 1)
-    assert interval.read(lambda calls: unpack([1.0])).time == time
+    total = np.ones((), np.float32).view(Result)
+    total.is_ready = lambda: is_ready
+    interval = closed(filled({"a": clu.Average(total, np.float32(1))}), 1)
+    assert interval.read().time == time
 
 
 def test_the_digits_of_what_was_cut_are_those_of_the_device():
-    (saved,) = intervals_to_json(filled(1, 2), (), unpack)["chunks"]
+    (saved,) = intervals_to_json(filled(1, 2), ())["chunks"]
     assert [dtype for dtype, *_ in saved.values()] == ["float32", "float32", "bfloat16", "bfloat16"]
 
 
@@ -295,27 +299,30 @@ def test_chunks_of_other_shapes_and_metrics_are_one_interval():
     assert per_step["train/new"].tolist() == [7.0]
 
 
-def renamed(said):
-    (chunk,) = unpack(said)
-    return [{"c" if name == "a" else name: metric for name, metric in chunk.items()}]
-
-
-def wider(said):
-    wide = np.ones((1, 3), np.dtype("bfloat16"))
-    return [{**unpack(said)[0], "b": clu.Average(wide, wide)}]
+AVERAGE = call(2)["a"]
+WIDE = clu.Average(np.ones(3, np.dtype("bfloat16")), np.ones(3, np.dtype("bfloat16")))
 
 
 @pytest.mark.parametrize(
-    ("unpack_later", "lost", "rows"),
+    ("later", "lost", "rows"),
     [
-        (renamed, "a/count, …", {"train/c": [2.0], "train/b": [[1.0, -1.0], [2.0, -2.0]]}),
-        (wider, "b/count, …", {"train/a": [1.0, 2.0], "train/b": [[1.0] * 3]}),
+        (
+            {"c": AVERAGE, "b": call(2)["b"]},
+            "a/count, …",
+            {"train/c": [2.0], "train/b": [[1.0, -1.0], [2.0, -2.0]]},
+        ),
+        (
+            {"a": AVERAGE, "b": WIDE},
+            "b/count, …",
+            {"train/a": [1.0, 2.0], "train/b": [[1.0] * 3]},
+        ),
     ],
+    ids=["renamed", "wider"],
 )
-def test_a_metric_that_has_changed_at_a_resume_does_not_get_other_values(unpack_later, lost, rows):
-    steps = closed(filled(2, before=again(filled(1))[0]), 2)
+def test_a_metric_that_has_changed_at_a_resume_does_not_get_other_values(later, lost, rows):
+    steps = closed(filled(later, before=again(filled(1))[0]), 2)
     with pytest.warns(UserWarning, match=f"got others without {lost}; their values since"):
-        interval = steps.read(unpack_later)
+        interval = steps.read()
     assert {name: interval.per_step[name].tolist() for name in rows} == rows
 
 

@@ -143,10 +143,7 @@ class Elsewhere:
                     warnings.warn(text, RuntimeWarning, stacklevel=9)
         now = time.monotonic()
         self._next_look = now + (now - start) / _SHARE
-        return found if self._peers.is_alone else self._broadcast(found)
-
-    def _broadcast(self, values: list[Any]) -> list[Any]:
-        return broadcast_from_first(values, self._peers.group)
+        return broadcast_from_first(found, self._peers.group)
 
     def _find(self, run: Run) -> list[Any]:
         found, known = [], {*self._known}
@@ -179,7 +176,7 @@ class Elsewhere:
                 is_over = not live & self._awaited(run)
             except CheckpointError:
                 is_over = True
-        return is_over if self._peers.is_alone else self._broadcast([is_over])[0]
+        return broadcast_from_first([is_over], self._peers.group)[0]
 
     def _awaited(self, run: Run) -> set[str]:
         """Return the evaluations that a step awaits."""

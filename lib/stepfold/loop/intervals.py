@@ -5,7 +5,7 @@ Intervals are part of a checkpoint, so that a resume logs an interrupted one as 
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +15,6 @@ import numpy as np
 from stepfold import tree
 from stepfold.loop.metrics import Interval, inherits_from_average, read_interval
 from stepfold.loop.step_runner import unpack
-
-Unpack = Callable[[Sequence[Any]], list[Any]]
-"""Read what calls returned as chunks: metrics by name, with a leading axis of equal steps."""
 
 
 class Saved(NamedTuple):
@@ -54,38 +51,36 @@ class Steps(NamedTuple):
             calls.append(last)
         return calls[::-1]
 
-    def read(self, unpack: Unpack = unpack) -> Interval:
+    def read(self) -> Interval:
         """Wait for the device, and merge the metrics exactly."""
         if not self.returned and self.before is not None:
             return Interval(self.step, *self.before.values, self.time)
         last: list[Any] = [x for x in jax.tree.leaves(self.returned[:1]) if hasattr(x, "is_ready")]
         was_done = all(array.is_ready() for array in last[:1])
-        values = read_interval(self._chunks(unpack))
+        values = read_interval(self._chunks())
         return Interval(self.step, *values, self.time if was_done else time.perf_counter())
 
-    def save(self, unpack: Unpack = unpack) -> Saved | None:
+    def save(self) -> Saved | None:
         """Read what a checkpoint has to keep of an interval that is not over."""
         if not self.returned:
             return self.before
-        chunks = self._chunks(unpack)
+        chunks = self._chunks()
         leaves = [
             {path: np.asarray(leaf) for path, leaf in tree.named_leaves(chunk)} for chunk in chunks
         ]
         return Saved(leaves, read_interval(chunks))
 
-    def _chunks(self, unpack: Unpack) -> list[Any]:
+    def _chunks(self) -> list[Any]:
         chunks = unpack(self.calls)
         if self.before is None:
             return chunks
         return [*(_rebuild(chunk, chunks[0]) for chunk in self.before.chunks), *chunks]
 
 
-def intervals_to_json(
-    current: Steps, closed: Sequence[Steps], unpack: Unpack = unpack
-) -> dict[str, Any]:
+def intervals_to_json(current: Steps, closed: Sequence[Steps]) -> dict[str, Any]:
     """Return the open interval and the closed ones, which hooks have not seen, as JSON."""
-    saved = current.save(unpack)
-    read = [each.read(unpack) for each in closed]
+    saved = current.save()
+    read = [each.read() for each in closed]
     return {
         "chunks": [
             {path: [x.dtype.name, x.shape, x.tobytes()] for path, x in chunk.items()}

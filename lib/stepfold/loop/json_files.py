@@ -40,18 +40,13 @@ def _check_regular(status: os.stat_result) -> None:
         raise ValueError(f"{kind} instead of a file")
 
 
-def read_with_time(path: Path) -> tuple[bytes, float]:
-    """Read a file, and return its content and the time of its last modification."""
-    with open_regular(path) as file:
-        status = os.fstat(file.fileno())
-        if status.st_size > _LARGEST:
-            raise ValueError(f"{status.st_size:,} bytes, more than {_LARGEST:,}")
-        return file.read(), status.st_mtime
-
-
 def read_json(path: Path) -> Any:
     """Read a file of JSON; raise ValueError if it is damaged, OSError if it cannot be read."""
-    return parse_json(read_with_time(path)[0])
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _LARGEST:
+            raise ValueError(f"{size:,} bytes, more than {_LARGEST:,}")
+        return parse_json(file.read())
 
 
 def parse_json(content: bytes) -> Any:
@@ -108,3 +103,8 @@ def has_form(value: Any, form: Any) -> bool:
 def is_count(value: Any) -> TypeGuard[int]:
     """Whether JSON is an integer that counts something."""
     return type(value) is int and 0 <= value < 1 << 63
+
+
+def is_range(value: Any) -> bool:
+    """Whether JSON is a half-open range of counts that is not empty."""
+    return has_form(value, (is_count, is_count)) and value[0] < value[1]

@@ -19,7 +19,7 @@ from stepfold.core.processes import Disbanded, agreement, broadcast_from_first
 from stepfold.errors import refuse
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.hooks.base import GoBack, Stop
-from stepfold.loop.json_files import check_plain, has_form, is_count, parse_json
+from stepfold.loop.json_files import check_plain, has_form, is_count, is_range, parse_json
 
 _NOTE = "rollbacks.json"
 
@@ -38,14 +38,10 @@ class Rollback(NamedTuple):
         return f"{self.why}; went back from step {self.at} to {self.to}, without {batches}"
 
 
-def _is_range(value: Any) -> bool:
-    return has_form(value, (is_count, is_count)) and value[0] < value[1]
-
-
 def _checked(note: Any) -> list[Any]:
     """Return a note if a run can have written it, or raise ValueError."""
     check_plain(note)
-    if not has_form(note, [(is_count, is_count, _is_range, str)]):
+    if not has_form(note, [(is_count, is_count, is_range, str)]):
         raise ValueError("other JSON")
     if not all(to < at for at, to, _, _ in note):
         raise ValueError("a target that is not before the step")

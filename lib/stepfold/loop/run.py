@@ -200,19 +200,13 @@ class Run(NamedTuple):
         hyperparams: Mapping[str, Any],
     ) -> "Run":
         """Return a run that begins after a step."""
-        is_complete = total is not None and step >= total
-        run = cls._begin(state, step, batches_used, total)
-        return run._replace(is_complete=is_complete, hyperparams=hyperparams)
-
-    @classmethod
-    def _begin(cls, state: Any, step: int, batches_used: int, total: int | None) -> "Run":
         return cls(
             state=state,
             step=step,
             batches_used=batches_used,
             current=Steps(),
             batch=None,
-            is_complete=False,
+            is_complete=total is not None and step >= total,
             total=total,
             began=step,
             first_step=step,
@@ -220,7 +214,7 @@ class Run(NamedTuple):
             logged_step=step,
             logged_metrics={},
             evaluated={},
-            hyperparams={},
+            hyperparams=hyperparams,
             history=History(),
         )
 
@@ -334,7 +328,8 @@ class Run(NamedTuple):
         number of batches are read by `Session.continue_from`, since they depend on the arguments
         of `fit` and on the batches.
         """
-        run = Run._begin(state, step, step, self.total)._replace(
+        run = Run.start(state, step, step, self.total, {})._replace(
+            is_complete=False,
             first_step=self.first_step,
             requests=self.requests.carried_over(),
             resumed=self.resumed,

@@ -29,7 +29,7 @@ from stepfold.core.validation import absolute_path, is_url, read_instance
 from stepfold.errors import CheckpointError, ConfigError, refuse
 from stepfold.loop.data import BatchFeed, DataPosition, reread
 from stepfold.loop.hooks.stop import Nonfinite
-from stepfold.loop.json_files import check_plain, has_form, is_count
+from stepfold.loop.json_files import check_plain, has_form, is_count, is_range
 
 _VERSION = 2
 _JSON, _BATCH = "capsule.json", "batch"
@@ -374,7 +374,6 @@ _is_number = lambda value: type(value) in (int, float)
 _is_word = lambda value: is_count(value) and value < 1 << 32
 _is_path = lambda value: isinstance(value, str) and "\0" not in value
 _is_path_or_none = lambda value: "\0" not in value if isinstance(value, str) else value is None
-_is_range = lambda value: has_form(value, (is_count, is_count)) and value[0] < value[1]
 _is_metrics = lambda value: isinstance(value, dict) and all(map(_is_number, value.values()))
 _FORM = {
     "step": is_count,
@@ -388,7 +387,7 @@ _FORM = {
     "lost": [str],
     "notes": [str],
     "rollbacks": [str],
-    "skipped": [_is_range],
+    "skipped": [is_range],
 }
 
 
