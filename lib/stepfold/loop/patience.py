@@ -74,8 +74,9 @@ def end_all_if_stuck(
         return
     # It never meets: it has a position and a name.
     group = Group(tuple(range(jax.process_count())), position=position)
+    folder = f"{KeyValues('stuck').count_call()}/"  # of this call of `fit`
     has_timer = any(isinstance(hook, watchdog) for hook in hooks)
-    watch = _WatchAll(group, patience, owns_timer=not has_timer)
+    watch = _WatchAll(lambda: group, patience, folder=folder, owns_timer=not has_timer)
     try:
         yield
     except Exception as error:
@@ -132,7 +133,7 @@ class _Watch:
         get_group: Callable[[], Group],
         patience: float,
         *,
-        leave_behind: bool,
+        leave_behind: bool = False,
         folder: str = "",
         owns_timer: bool = True,
     ) -> None:
@@ -200,15 +201,23 @@ class _Watch:
             KeyValues("stuck", group).set(f"{self._folder}positions/{self._me}", own)
             self._published = own
 
+    @property
+    def _values(self) -> KeyValues:
+        return KeyValues("stuck", self._group)
+
     def _read(self) -> None:
-        """Publish the own position, and read all, until one is stuck."""
+        """Look at the positions of all, until this process is stuck."""
         while not self._is_over.wait(self._patience / 10) and not self._is_stuck:
-            if (group := self._get_group()) is not self._group:
-                self._begin(group)
-            self._publish(group)
-            positions = KeyValues("stuck", group).get(f"{self._folder}positions")
-            if len(positions) == len(group.processes):
-                self._judge({int(process): Seen(*each) for process, each in positions.items()})
+            self._look()
+
+    def _look(self) -> None:
+        """Publish the own position, and read all."""
+        if (group := self._get_group()) is not self._group:
+            self._begin(group)
+        self._publish(group)
+        positions = self._values.get(f"{self._folder}positions")
+        if len(positions) == len(group.processes):
+            self._judge({int(process): Seen(*each) for process, each in positions.items()})
 
     def _judge(self, seen: dict[int, Seen]) -> None:
         """Find out who is stuck, if there was no progress for long enough."""
@@ -217,20 +226,26 @@ class _Watch:
             self._seen, self._moved_at = seen, now
         rest = {process: each for process, each in seen.items() if process not in self._found}
         seconds = now - self._moved_at
-        if seconds < self._limit or not rest or not (stuck := find_stuck(rest)):
-            return
+        if seconds >= self._limit and rest and (stuck := find_stuck(rest)):
+            self._report(stuck, rest, seconds)
+
+    def _report(self, stuck: Sequence[int], rest: Mapping[int, Seen], seconds: float) -> None:
+        """Name the processes that are stuck, and go on without them."""
         for process in stuck:
-            at = rest[process]
-            text = _spell(at)
-            KeyValues("stuck", self._group).set(f"{self._folder}found/{process}", text)
+            text = _spell(rest[process])
+            self._note(process, text)
             self._say(
                 f"process {process} is {text}, without progress for {seconds:.0f} s; "
                 f"{self._outcome(stuck, rest)}"
             )
         self._found |= set(stuck)
         # Nothing moves until these have ended, which a held GIL delays, and count as dead.
-        self._moved_at = now + 2 * self._patience
+        self._moved_at = time.monotonic() + 2 * self._patience
         self._is_stuck = self._me in stuck
+
+    def _note(self, process: int, text: str) -> None:
+        """Let all processes know that one is stuck."""
+        self._values.set(f"{self._folder}found/{process}", text)
 
     def _outcome(self, stuck: Sequence[int], rest: Mapping[int, Seen]) -> str:
         if len(stuck) == len(rest):
@@ -246,29 +261,18 @@ class _Watch:
 class _WatchAll(_Watch):
     """A watch that ends all processes, each with the stacks of those that are stuck in its log."""
 
-    def __init__(self, group: Group, patience: float, *, owns_timer: bool) -> None:
-        folder = f"{KeyValues('stuck').count_call()}/"  # of this call of `fit`
-        super().__init__(
-            lambda: group, patience, leave_behind=False, folder=folder, owns_timer=owns_timer
-        )
-
     def explain(self, error: Exception) -> None:
         """Print the stacks of stuck processes, which then end, if that is why this one fails."""
         self._is_over.set()  # this one ends by its exception
         with suppress(RuntimeError):  # the service has ended
             for process in error.processes if isinstance(error, PeerTimeoutError) else ():
                 at = self._seen.get(process)
-                text = "late" if at is None else _spell(at)
-                self._values.set(f"{self._folder}found/{process}", text)
+                self._note(process, "late" if at is None else _spell(at))
             if found := self._found_by_any():
                 self._show(found)
 
-    @property
-    def _values(self) -> KeyValues:
-        return KeyValues("stuck", self._group)
-
     def _read(self) -> None:
-        """Publish the own position and read all, until one process has found that one is stuck."""
+        """Look at the positions of all, until one process has found that one is stuck."""
         pause, read_at = min(self._patience / 10, _FOUND_SECONDS), -math.inf
         while not self._is_over.wait(pause):
             if found := self._found_by_any():
@@ -276,20 +280,11 @@ class _WatchAll(_Watch):
                 return
             if time.monotonic() - read_at >= self._patience / 10:
                 read_at = time.monotonic()
-                self._publish(self._group)
-                positions = self._values.get(f"{self._folder}positions")
-                if len(positions) == len(self._group.processes):
-                    self._judge({int(process): Seen(*each) for process, each in positions.items()})
+                self._look()
 
-    def _judge(self, seen: dict[int, Seen]) -> None:
-        now = time.monotonic()
-        if seen != self._seen:
-            self._seen, self._moved_at = seen, now
-        seconds = now - self._moved_at
-        for process in find_stuck(seen) if seconds >= self._limit else ():
-            at = seen[process]
-            text = f"{_spell(at)}, without progress for {seconds:.0f} s"
-            self._values.set(f"{self._folder}found/{process}", text)
+    def _report(self, stuck: Sequence[int], rest: Mapping[int, Seen], seconds: float) -> None:
+        for process in stuck:
+            self._note(process, f"{_spell(rest[process])}, without progress for {seconds:.0f} s")
 
     def _found_by_any(self) -> dict[int, str]:
         found = self._values.get(f"{self._folder}found")
