@@ -141,18 +141,17 @@ def test_processes_that_are_left_get_what_their_new_shards_need(seed):
     has = [[held[p]] for p in left]
     sent, lacking = host_copy._schedule([wanted], has, left)
     assert lacking is None
-    leaf = host_copy.Leaf(whole.shape, "float64")
     cut = lambda region: whole[tuple(slice(*ends) for ends in region)]
-    arrays = [{region: cut(region) for region in held[p]} for p in left]
+    copies = [HostCopy({"w": whole}, 0) for _ in left]
+    for p, copy in zip(left, copies, strict=True):
+        copy._parts = [{region: cut(region) for region in held[p]}]
     for (source, target), parts in sent.items():
         assert source != target
-        pieces = [host_copy._cut(arrays[source], part.region, leaf) for part in parts]
-        packed = host_copy._pack(pieces)
-        for part, array in host_copy._unpack(packed, parts, [leaf]):
-            arrays[target][part.region] = array
-    for rank, p in enumerate(left):
+        packed = host_copy._pack([copies[source]._cut(*part) for part in parts])
+        copies[target]._add(packed, parts)
+    for copy, p in zip(copies, left, strict=True):
         for region in wanted.get(p, ()):
-            np.testing.assert_array_equal(host_copy._cut(arrays[rank], region, leaf), cut(region))
+            np.testing.assert_array_equal(copy._cut(0, region), cut(region))
 
 
 def test_a_part_that_no_process_has_is_named():

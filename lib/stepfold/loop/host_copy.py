@@ -35,7 +35,6 @@ from stepfold.errors import refuse
 from stepfold.sharding.place import process_mesh
 
 _PIECE = 64 * 1024**2  # bytes that a process sends at once
-_NOTE = Leaf((0,), "uint8")
 
 
 class Part(NamedTuple):
@@ -90,48 +89,28 @@ class HostCopy:
         Returns:
           A leaf of which no process has a part that is needed, or None; and the note.
         """
-        layouts = self._layouts(plan)
         held = [[*parts] for parts in self._parts]
         told = group.meet([held, len(note)], "the parts that they have")
         has = [[{_as_region(each) for each in regions} for regions in held] for held, _ in told]
-        is_new = [not any(regions) for regions in has]
-        # The note travels as one more leaf, which process 0 has.
-        size = told[0][1]
-        leaves = [leaf for _, leaf in self.leaves] + [_NOTE._replace(shape=(size,))]
-        whole = ((0, size),)
-        for rank, process in enumerate(group.processes):
-            has[rank].append({whole} if process == 0 else set())
-        layouts.append(
-            {p: frozenset([whole]) for p, new in zip(group.processes, is_new, strict=True) if new}
-        )
-        arrays: list[dict[Region, np.ndarray]] = [
-            *self._parts,
-            {whole: np.frombuffer(note, np.uint8)} if group.rank == 0 else {},
-        ]
-        sent, lacking = _schedule(layouts, has, group.processes)
-        if lacking is not None:  # a checkpoint replaces them
-            pairs = sent.items()
-            sent = {pair: [p for p in parts if p.leaf == len(self.leaves)] for pair, parts in pairs}
+        sent, lacking = _schedule(self._layouts(plan), has, group.processes)
         ring, count, me = Ring(group), len(group.processes), group.rank
+        is_new = [not any(regions) for regions in has]
         for shift in range(1, count):
+            if is_new[shift]:
+                received = ring.turn(np.frombuffer(note, np.uint8), told[0][1], shift)
+                note = received.tobytes() if me == shift else note
             out = [sent.get((rank, (rank + shift) % count), []) for rank in range(count)]
-            size = max(sum(_bytes(leaves, part) for part in each) for each in out)
-            if not size:
-                continue
-            packed = _pack([_cut(arrays[i], wanted, leaves[i]) for i, wanted in out[me]])
-            received = ring.turn(packed, size, shift)
-            for part, array in _unpack(received, out[(me - shift) % count], leaves):
-                arrays[part.leaf][part.region] = array
-        name = None if lacking is None else self.leaves[lacking][0]
-        return name, b"".join(bytes_of(array) for array in arrays[-1].values()) or note
+            size = max(map(self._bytes, out))
+            if size and lacking is None:  # else a checkpoint replaces them
+                packed = _pack([self._cut(*part) for part in out[me]])
+                self._add(ring.turn(packed, size, shift), out[(me - shift) % count])
+        return None if lacking is None else self.leaves[lacking][0], note
 
     def restore(self, plan: Any) -> Any:
         """Return the state with the shardings of a plan, of which all parts are here."""
         made = []
         for i, ((name, leaf), like) in enumerate(zip(self.leaves, self._like(plan), strict=True)):
-            needed = {
-                part: _cut(self._parts[i], part, leaf) for part in regions_of(name, leaf, like)
-            }
+            needed = {part: self._cut(i, part) for part in regions_of(name, leaf, like)}
             made.append(make_leaf(name, leaf, like, needed))
         return self._structure.unflatten(made)
 
@@ -150,9 +129,29 @@ class HostCopy:
         likes = zip(self.leaves, self._like(plan), strict=True)
         return [_layout(like.sharding, leaf.shape) for (_, leaf), like in likes]
 
+    def _cut(self, leaf: int, wanted: Region) -> np.ndarray:
+        """Assemble a region of a leaf from parts that cover it."""
+        result = np.empty([stop - start for start, stop in wanted], self._dtype(leaf))
+        for part, array in self._parts[leaf].items():
+            common = overlap(part, wanted)
+            if common is not None:
+                result[as_slices(within(common, wanted))] = array[as_slices(within(common, part))]
+        return result
+
     def _add(self, received: np.ndarray, parts: Sequence[Part]) -> None:
-        for part, array in _unpack(received, parts, [leaf for _, leaf in self.leaves]):
-            self._parts[part.leaf][part.region] = array
+        """Add parts from their bytes, one after the other."""
+        offset = 0
+        for part in parts:
+            flat = received[offset : offset + self._bytes([part])].view(self._dtype(part.leaf))
+            shape = [stop - start for start, stop in part.region]
+            self._parts[part.leaf][part.region] = flat.reshape(shape)
+            offset += flat.nbytes
+
+    def _bytes(self, parts: Sequence[Part]) -> int:
+        return sum(_size(part.region) * self._dtype(part.leaf).itemsize for part in parts)
+
+    def _dtype(self, leaf: int) -> np.dtype[Any]:
+        return jnp.dtype(self.leaves[leaf][1].dtype)
 
 
 class Replicas:
@@ -170,8 +169,7 @@ class Replicas:
         parts = [_only_at(layouts, process, place_of) for process in group.processes]
         self.sent = parts[group.rank]
         self.received = parts[(group.rank - self.shift) % count]
-        leaves = [leaf for _, leaf in copy.leaves]
-        self.bytes = max(sum(_bytes(leaves, part) for part in each) for each in parts)
+        self.bytes = max(map(copy._bytes, parts))
         self.ring = Ring(group)
         self.seconds = 0.0
 
@@ -280,22 +278,8 @@ def _abstract(saved: Leaf, sharding: NamedSharding) -> Any:
     return jax.ShapeDtypeStruct(saved.shape[:-1], key.dtype, sharding=sharding)
 
 
-def _cut(parts: Mapping[Region, np.ndarray], wanted: Region, leaf: Leaf) -> np.ndarray:
-    """Assemble a region of a leaf from parts that cover it."""
-    result = np.empty([stop - start for start, stop in wanted], jnp.dtype(leaf.dtype))
-    for part, array in parts.items():
-        common = overlap(part, wanted)
-        if common is not None:
-            result[as_slices(within(common, wanted))] = array[as_slices(within(common, part))]
-    return result
-
-
 def _size(part: Region) -> int:
     return math.prod(stop - start for start, stop in part)
-
-
-def _bytes(leaves: Sequence[Leaf], part: Part) -> int:
-    return _size(part.region) * jnp.dtype(leaves[part.leaf].dtype).itemsize
 
 
 def _as_region(listed: Sequence[Sequence[int]]) -> Region:
@@ -306,16 +290,3 @@ def _pack(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(
         [np.frombuffer(bytes_of(array), np.uint8) for array in arrays] or [np.empty(0, np.uint8)]
     )
-
-
-def _unpack(
-    packed: np.ndarray, parts: Sequence[Part], leaves: Sequence[Leaf]
-) -> list[tuple[Part, np.ndarray]]:
-    arrays, offset = [], 0
-    for part in parts:
-        size = _bytes(leaves, part)
-        shape = [stop - start for start, stop in part.region]
-        flat = packed[offset : offset + size].view(jnp.dtype(leaves[part.leaf].dtype))
-        arrays.append((part, flat.reshape(shape)))
-        offset += size
-    return arrays
