@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from stepfold.checkpoint.manifest import read_fields
+from stepfold.errors import CheckpointError
 
 FOLDER, LEASES = "evaluations", "evaluators"  # next to the steps
 _RUN = f"{FOLDER}/run.json"
@@ -35,6 +36,14 @@ def find_results(store: Any) -> list[Result]:
     matches = map(_NAME.fullmatch, store.list_notes(FOLDER))
     found = [Result(unquote(m[1]), int(m[2]), m[3]) for m in matches if m is not None]
     return sorted(found, key=lambda result: result.step)
+
+
+def is_saved(store: Any, step: int, identity: str) -> bool:
+    """Whether a step is still the checkpoint that it was."""
+    try:
+        return bool(store.read_metadata(step).identity == identity)
+    except CheckpointError:
+        return False
 
 
 def read_result(store: Any, result: Result) -> dict[str, float] | None:

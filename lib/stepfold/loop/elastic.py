@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import jax
 
 from stepfold.checkpoint.restore import Restored
-from stepfold.core.processes import Disbanded, Group, KeyValues, Position, spell_processes
+from stepfold.core.processes import Disbanded, Group, KeyValues, spell_processes
 from stepfold.core.validation import check_flags, read_function, read_integer, read_positive
 from stepfold.errors import CheckpointError, StepfoldError, refuse
 from stepfold.internals.jax import is_recoverable
@@ -413,7 +413,6 @@ def _start_of(session: Session) -> dict[str, Any]:
     """Return what a spare process needs to step in."""
     run, series, rollbacks = session.run, session.series, session.rollbacks
     return {
-        "first_step": run.first_step,
         "resumed": run.resumed,
         "total": run.total,
         "rollbacks": [] if rollbacks is None else rollbacks.done,
@@ -423,7 +422,7 @@ def _start_of(session: Session) -> dict[str, Any]:
 
 def _step_in(session: Session, start: Mapping[str, Any]) -> None:
     """Step in during a run, with the values of `_start_of` in another process."""
-    values = {name: start[name] for name in ("first_step", "resumed", "total")}
+    values = {name: start[name] for name in ("resumed", "total")}
     session.run = session.run._replace(**values)
     if session.series is not None and session.rollbacks is not None:
         session.series.set_progress(start["saved"])
@@ -439,10 +438,6 @@ class Survivors(Several):
     def __init__(self, segments: Segments) -> None:
         super().__init__(segments.group)
         self._segments = segments
-
-    @property
-    def position(self) -> Position:  # type: ignore[override]
-        return self._segments.group.position
 
     def meet(self, run: Run) -> Run:
         for returned in run.current.calls:

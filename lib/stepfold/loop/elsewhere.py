@@ -17,6 +17,7 @@ from stepfold.checkpoint.results import (
     LEASES,
     Result,
     find_results,
+    is_saved,
     read_result,
     read_run,
     write_run,
@@ -150,7 +151,7 @@ class Elsewhere:
         for result in find_results(self._store):
             name, step, identity = result
             is_new = name in self._names and run.evaluated.get(name, -1) < step <= run.step
-            if is_new and (self._is_saved(step, identity) or result in known):
+            if is_new and (is_saved(self._store, step, identity) or result in known):
                 metrics = read_result(self._store, result)
                 if metrics is not None:
                     found.append([name, step, metrics])
@@ -159,12 +160,6 @@ class Elsewhere:
             self._write(has_ended=False)
         self._warn_of_many(run)
         return found
-
-    def _is_saved(self, step: int, identity: str) -> bool:
-        try:
-            return self._store.read_metadata(step).identity == identity
-        except CheckpointError:
-            return False
 
     def _is_over(self, run: Run) -> bool:
         """Whether no live process is about to evaluate a step for the run."""

@@ -131,7 +131,7 @@ class Ending:
 
 
 def rescue(
-    error: BaseException, run: Run, save: Save | None, feed: BatchFeed, runner: StepRunner,
+    error: BaseException, run: Run, save: Save, feed: BatchFeed, runner: StepRunner,
     peers: Alone,
 ) -> None:  # fmt: skip
     """Save after an exception, but not with several processes: the others do not take part."""
@@ -151,7 +151,7 @@ def rescue(
             f"step {run.step} was not saved, since the batches are ahead of it and cannot go "
             "back: a resume starts from the previous checkpoint"
         )
-    elif peers.is_alone and save is not None:
+    elif peers.is_alone:
         try:
             try:
                 save.save(run)

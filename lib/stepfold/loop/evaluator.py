@@ -12,7 +12,7 @@ import jax
 from stepfold import tree
 from stepfold.checkpoint.claims import Lease
 from stepfold.checkpoint.restore import restore_from
-from stepfold.checkpoint.results import LEASES, Result, add_result, find_results, read_run
+from stepfold.checkpoint.results import LEASES, Result, add_result, find_results, is_saved, read_run
 from stepfold.checkpoint.store import Store, complete_steps, open_store, open_to_read
 from stepfold.core.ema import EmaParamsState
 from stepfold.core.optimizer import find_nodes
@@ -264,12 +264,12 @@ class _Follower:
         except TreeMismatchError:
             raise
         except CheckpointError as error:
-            if broadcast_from_first([self._is_saved(due)])[0]:
+            if self._is_saved(due):
                 self._done |= {(due.step, due.identity, name) for name in due.names}
                 text = f"step {due.step} is not evaluated, since it cannot be restored: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=4)
             return
-        if not broadcast_from_first([self._is_saved(due)])[0]:
+        if not self._is_saved(due):
             return  # it was saved again with other values
         state = restored.state
         if isinstance(state, TrainState):
@@ -285,10 +285,8 @@ class _Follower:
                 yield due.step, metrics
 
     def _is_saved(self, due: _Due) -> bool:
-        try:
-            return self._store.read_metadata(due.step).identity == due.identity
-        except CheckpointError:
-            return False
+        """Whether it is still there, the same in all processes."""
+        return broadcast_from_first([is_saved(self._store, due.step, due.identity)])[0]
 
     def _has_ended(self) -> bool:
         if note := read_run(self._store):

@@ -162,7 +162,7 @@ def complete(part: Part, run: Run, peers: "Alone") -> Runs:
 
 def exhaust(feed: BatchFeed, run: Run) -> Run:
     """Return a run that ends since there is no batch left."""
-    if run.step == run.first_step and run.resumed is None:
+    if run.is_at_start and run.resumed is None:
         refuse("batches", "at least one", "none", kind=DataError)
     if run.total is not None and not feed.is_iterator:
         warnings.warn(

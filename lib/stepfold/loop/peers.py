@@ -45,10 +45,11 @@ class Several(Alone):
     """Several processes vote, and agree on the highest request of any of them."""
 
     is_alone = False
+    position: Position
 
     def __init__(self, group: Group | None = None) -> None:
         super().__init__(group)
-        self._position = Position()
+        self.position = Position() if group is None else group.position
         self.failed_process: int | None = None  # the first in which user code raised an error
         self._own = Requests()
         self._save_requests = 0
@@ -76,10 +77,6 @@ class Several(Alone):
             expected = "the same number of steps in every process"
             refuse("batches", expected, f"{counts}", advice, kind=DataError)
 
-    @property
-    def position(self) -> Position:  # type: ignore[override]
-        return self._position
-
     def move(self, doing: str, step: int) -> None:
         self.position.move(doing, step)
 
@@ -98,8 +95,8 @@ class Several(Alone):
             run, batches = self.defer(run, error), []
         if self._votes_on_batches:
             return self._agree_on_batches(run, batches)
-        left, is_first = feed.batches_left(run.batches_used), run.step == run.first_step
-        if not batches and left and not (is_first and run.resumed is None):
+        left, is_new = feed.batches_left(run.batches_used), run.is_at_start and run.resumed is None
+        if not batches and left and not is_new:
             more = "no end" if left == math.inf else f"{left} more"
             expected = f"{more} after step {run.step}, by their own count"
             advice = "give every process the same number"  # the others are in a step already
@@ -115,7 +112,7 @@ class Several(Alone):
     def _agree_on_batches(self, run: Run, batches: list[Any]) -> tuple[Run, list[Any]]:
         """Keep as many batches as all processes have, so that all stop at the same step."""
         self.move(Position.OTHERS, run.step)
-        if run.step == run.first_step:  # a process may be minutes late
+        if run.is_at_start:  # a process may be minutes late
             KeyValues("fit", self.group).gather(None, "a first batch")
         run, counts = self._settle(run, len(batches))
         if min(counts) == 0 < max(counts) and self.failed_process is None:
@@ -242,7 +239,7 @@ class Several(Alone):
             seen = self._seen_saves[left]
         self._seen_saves = np.min(group.meet(seen.tolist(), "the votes that were read"), axis=0)
         self._pace = _Pace(voted_at=run.step)
-        self.group, self._gather = group, None
+        self.group, self.position, self._gather = group, group.position, None
         return run.without(*Kind)
 
     def _read_inbox(self) -> None:

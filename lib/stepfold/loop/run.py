@@ -142,7 +142,6 @@ class Run(NamedTuple):
       is_complete: whether all steps were done, so that a resume has nothing to finish.
       total: the step at which the run ends; None if the batches say so.
       began: the step at which the run began.
-      first_step: the step at which this call of `fit` began or resumed it.
       epoch_ended_at: the last step at which hooks were called for the end of an epoch.
       logged_step, logged_metrics: the step of the last event, and all metrics of that step.
       evaluated: the last step of each evaluation, by name.
@@ -173,7 +172,6 @@ class Run(NamedTuple):
     # What changes between steps:
     total: int | None
     began: int
-    first_step: int
     epoch_ended_at: int
     logged_step: int
     logged_metrics: Mapping[str, float]
@@ -209,7 +207,6 @@ class Run(NamedTuple):
             is_complete=total is not None and step >= total,
             total=total,
             began=step,
-            first_step=step,
             epoch_ended_at=step,
             logged_step=step,
             logged_metrics={},
@@ -330,7 +327,6 @@ class Run(NamedTuple):
         """
         run = Run.start(state, step, step, self.total, {})._replace(
             is_complete=False,
-            first_step=self.first_step,
             requests=self.requests.carried_over(),
             resumed=self.resumed,
         )

@@ -209,7 +209,7 @@ class Session:
         """Continue from the newest good checkpoint; return whether the run was complete there."""
         self.peers.move(Position.RESTORE, self.run.step)
         restored = self._restore_parts(series)
-        self.run = self.run._replace(first_step=restored.step, resumed=restored.step)
+        self.run = self.run._replace(resumed=restored.step)
         return self.continue_from(restored, series.directory, more_steps)
 
     def continue_from(self, restored: Restored, where: Any, more_steps: int | None = None) -> bool:
