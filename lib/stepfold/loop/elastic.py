@@ -318,17 +318,19 @@ class Segments:
             self.drop()
             return
         session.hooks.flush()  # rows may still wait in a thread
-        is_repeated = False
-        if lacking is None and self._copy is not None and self._kept is not None:
-            is_repeated = True
-            session.continue_from(self._restored(self._copy, self._kept), "memory")
+        source, copy, kept = "checkpoint", self._copy, self._kept
+        if lacking is None and copy is not None and kept is not None:
+            source, extra = "memory", {"fit": kept.run}
+            state, names = copy.restore(self.plan), {name: name for name, _ in copy.leaves}
+            restored = Restored(state, copy.step, kept.data, extra, {}, names, {}, {})
+            session.continue_from(restored, "memory")
         else:
             self._continue_from_checkpoint(session, lost, lacking)
         loss = {
             "lost": lost,
             "at": was_at,
             "from": session.run.step,
-            "source": "memory" if is_repeated else "checkpoint",
+            "source": source,
             "processes": list(self.group.processes),
             "stepped_in": sorted(_processes_of(self.plan) - before),
             "seconds": round(time.monotonic() - start, 3),
@@ -380,12 +382,6 @@ class Segments:
             advice = "replicas=1 keeps a copy, sf.Checkpoints(at_start=True) saves it first"
             error.add_note(f"{lost}, and with it {lacking}: {advice}")
             raise
-
-    def _restored(self, copy: HostCopy, kept: _Kept) -> Restored:
-        """Return the state from the copy, and what was kept with it."""
-        names = {name: name for name, _ in copy.leaves}
-        extra = {"fit": kept.run}
-        return Restored(copy.restore(self.plan), copy.step, kept.data, extra, {}, names, {}, {})
 
     def wait(self, session: Session) -> str:
         """Wait in a spare process until it is needed; return why, or "" once the run has ended."""

@@ -91,7 +91,8 @@ class HostCopy:
         """
         held = [[*parts] for parts in self._parts]
         told = group.meet([held, len(note)], "the parts that they have")
-        has = [[{_as_region(each) for each in regions} for regions in held] for held, _ in told]
+        as_region = lambda listed: tuple(map(tuple, listed))  # JSON has no tuples
+        has = [[{*map(as_region, regions)} for regions in held] for held, _ in told]
         sent, lacking = _schedule(self._layouts(plan), has, group.processes)
         ring, count, me = Ring(group), len(group.processes), group.rank
         is_new = [not any(regions) for regions in has]
@@ -280,10 +281,6 @@ def _abstract(saved: Leaf, sharding: NamedSharding) -> Any:
 
 def _size(part: Region) -> int:
     return math.prod(stop - start for start, stop in part)
-
-
-def _as_region(listed: Sequence[Sequence[int]]) -> Region:
-    return tuple((start, stop) for start, stop in listed)
 
 
 def _pack(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -81,19 +81,16 @@ def read_interval(chunks: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float]
 
 
 def _merge_chunks(chunks: Sequence[Any]) -> Any:
-    first = chunks[0]
+    joined = first = chunks[0]
     if inherits_from_average(first, "merge"):
-        joined = first if len(chunks) == 1 else _concatenate(chunks)
+        if len(chunks) > 1:
+            joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
         return _mean(joined, _sum) if inherits_from_average(first, "compute") else _merge(joined)
     return _reduce([_merge(chunk) for chunk in chunks])
 
 
 def _reduce(metrics: Sequence[Any]) -> Any:
     return functools.reduce(lambda merged, metric: merged.merge(metric), metrics)
-
-
-def _concatenate(chunks: Sequence[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
 
 
 def has_values(stacked: Any) -> bool:

@@ -60,7 +60,7 @@ class Log:
         if not run.closed or self._peers.error:
             return False
         # A save that a signal requests depends on what hooks say.
-        is_read = run.closed[0].step <= self._plan.read_until(run.step)
+        is_read = self._plan.read_step(run.closed[0].step) <= run.step
         return is_read or run.requests.has(Kind.SAVE)
 
     def __call__(self, run: Run) -> Run:

@@ -113,10 +113,6 @@ class Rollbacks:
             raise
         return rollback
 
-    def as_json(self) -> list[dict[str, Any]]:
-        """Return what `run.json` holds."""
-        return [rollback._asdict() for rollback in self.done]
-
     def _read(self) -> list[Rollback]:
         note: list[Any] = []
         with agreement(f"{self._series.directory}: {_NOTE} is not read", self._series.group):

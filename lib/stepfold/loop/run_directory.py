@@ -145,7 +145,7 @@ class RunDirectory:
         if losses := [*before, *(loss for loss in losses if loss not in before)]:
             self._metadata["losses"] = losses
         if session.rollbacks is not None and session.rollbacks.done:
-            self._metadata["rollbacks"] = session.rollbacks.as_json()
+            self._metadata["rollbacks"] = [each._asdict() for each in session.rollbacks.done]
         with agreement(f"run_dir: {self.path}: not opened", session.peers.group):
             self._continue_metrics(session.run)
 

@@ -119,7 +119,8 @@ class Session:
                 pass
             for self.run in ending(self.run):  # noqa: B020
                 pass
-            if elsewhere is not None and not self._continues():
+            continues = self.run.go_back_request is not None or self.run.is_interrupted
+            if elsewhere is not None and not continues:
                 elsewhere.end(self.run)
             peers.raise_error(self.run)
         except BaseException as error:
@@ -163,10 +164,6 @@ class Session:
                 results = [r for r in find_results(series.store) if r.evaluation in names]
                 has_new = any(run.evaluated.get(r.evaluation, -1) < r.step for r in results)
         return broadcast_from_first([has_new], self.peers.group)[0]
-
-    def _continues(self) -> bool:
-        """Whether the run goes back, or may be resumed after a signal or an error."""
-        return self.run.go_back_request is not None or self.run.is_interrupted
 
     def _plan(self) -> Plan:
         run, feed, options = self.run, self.feed, self._options
