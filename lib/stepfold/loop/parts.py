@@ -60,7 +60,7 @@ class Log:
         if not run.closed or self._peers.error:
             return False
         # A save that a signal requests depends on what hooks say.
-        is_read = self._plan.read_step(run.closed[0].step) <= run.step
+        is_read = run.closed[0].step <= self._plan.read_until(run.step)
         return is_read or run.requests.has(Kind.SAVE)
 
     def __call__(self, run: Run) -> Run:
@@ -104,8 +104,7 @@ class Log:
             return self._peers.defer(run, error)
 
     def _ends_interval(self, run: Run) -> bool:
-        is_over = self._plan.is_log_point(run.step) and not run.is_at_start
-        return bool(run.current) and is_over
+        return bool(run.current) and self._plan.is_log_point(run.step) and not run.is_at_start
 
     def _show(self, run: Run, interval: Interval, kind: str) -> Run:
         feed, peers = self._feed, self._peers

@@ -66,6 +66,10 @@ class Plan:
         is_needed = not self.delay or step == self.total or self._ends_logged_epoch(step)
         return is_needed or any(self.is_due(item, step) for item in self.recurring)
 
+    def read_until(self, step: int) -> int:
+        """Return the last log point whose metrics are read after a step."""
+        return step if self.reads_all(step) else step - self.delay
+
     def read_step(self, log_point: int) -> int:
         """Return the step after which the metrics of a log point are read."""
         later = range(log_point, log_point + self.delay)
