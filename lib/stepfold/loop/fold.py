@@ -225,7 +225,10 @@ class Alone:
     # In the fold
 
     def join(self, feed: BatchFeed, run: Run) -> None:
-        """Join the others at the start of a fold, and check that all have equally many batches."""
+        """Start a fold with the others, of which hooks have requested nothing yet.
+
+        Check that all have equally many batches.
+        """
 
     def pull(self, feed: BatchFeed, run: Run, until: float) -> tuple[Run, list[Any]]:
         """Pull the batches of a call, which goes past no step after `until`; or none."""
@@ -285,9 +288,6 @@ class Alone:
     def withdraw(self, run: Run, *kinds: Kind) -> Run:
         """Return the run without requests that are done, and vote for them no longer."""
         return run.without(*kinds)
-
-    def forget(self) -> None:
-        """Forget what hooks requested, since the run continues from an earlier value."""
 
     def regroup(self, group: Group, run: Run) -> Run:  # noqa: ARG002
         """Continue with the processes that are left."""

@@ -62,6 +62,8 @@ class Several(Alone):
         self._votes_on_batches = False
 
     def join(self, feed: BatchFeed, run: Run) -> None:
+        self._read_inbox()
+        self._own = self._own.carried_over()
         self._votes, self._has_event = None, False
         self._pace = self._pace._replace(voted_at=run.step, read_at=None)
         left, total = feed.batches_left(run.batches_used), run.total
@@ -218,10 +220,6 @@ class Several(Alone):
                     reason = reason._replace(message=message)
                 run = run.ask(Request(Kind(kind), step, reason, by_hook))
         return run
-
-    def forget(self) -> None:
-        self._read_inbox()
-        self._own = self._own.carried_over()
 
     def regroup(self, group: Group, run: Run) -> Run:
         """Continue with the processes that are left.

@@ -220,7 +220,6 @@ class Session:
                 stacklevel=5,
             )
             saved = {}
-        self.peers.forget()
         before = self.run
         try:
             run = before.from_checkpoint(saved, restored.state, restored.step)

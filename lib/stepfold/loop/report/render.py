@@ -47,6 +47,7 @@ _LEAVES = 2000  # parameters in the table; the rest are summed up
 _SILENT_SECONDS = 600.0  # without an update a run counts as dead, unless updates are rarer
 _TIME = "Where the time went"
 _KINDS = ("train", "eval", "test", "val", "valid", "validation")
+_PROGRAMS = (("loaded", "Loaded", " from the compilation cache"), ("new", "Compiled", ""))
 _NONE = "\N{EN DASH}"
 _loss_first = lambda chart: (chart != "loss", "loss" not in chart)  # a key to sort charts by
 
@@ -182,18 +183,13 @@ def _attempts(run: Run, now: datetime) -> Iterator[Sequence[str]]:
 def _programs(run: Run) -> Iterator[str]:
     """Say what the last attempt loaded from the compilation cache, and why it compiled its step."""
     programs = (run.attempts[-1].get("compiled") if run.attempts else None) or {}
-    verbs = {"loaded": "Loaded", "new": "Compiled"}
-    parts = [(verbs[name], programs[name]) for name in verbs if programs]
-    texts = [
-        f"{verb} {number['count']:,} program{'s' * (number['count'] != 1)} in "
-        f"{spell_duration(number['seconds'])}"
-        for verb, number in parts
-        if number["count"]
-    ]
-    if texts and programs["loaded"]["count"]:
-        yield f"{texts[0]} from the compilation cache" + "".join(f"; {text}" for text in texts[1:])
-    else:
-        yield from texts
+    texts = []
+    for kind, verb, source in _PROGRAMS:
+        if count := programs.get(kind, {}).get("count"):
+            seconds = spell_duration(programs[kind]["seconds"])
+            texts.append(f"{verb} {count:,} program{'s' * (count != 1)} in {seconds}{source}")
+    if texts:
+        yield "; ".join(texts)
     yield from (reason[0].upper() + reason[1:] for reason in programs.get("reasons") or ())
 
 
