@@ -175,7 +175,7 @@ class Save:
 
         Metrics of train steps belong to the state before those steps.
         """
-        series = self._series
+        series, peers = self._series, self._peers
         ranking = None if series is None else series.ranking
         if series is None or ranking is None or ranking[0].startswith("train/"):
             return False
@@ -185,7 +185,7 @@ class Save:
         curve = run.history.get(ranking[0], Curve())
         values = {step: {ranking[0]: x} for step, x in zip(curve.steps, curve, strict=True)}
         is_best = order_by(ranking, values)[:1] == [run.step]
-        return broadcast_from_first([is_best], self._peers.group)[0]
+        return is_best if peers.is_alone else broadcast_from_first([is_best], peers.group)[0]
 
     def _what(self, run: Run, *, permanent: bool, is_needed: bool = False) -> str | None:
         """Return what a save writes at this step: "state", "metadata", or None for nothing.
