@@ -1,12 +1,11 @@
 """How a run ends: in order, or by an exception."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stepfold.core.state import is_available
 from stepfold.errors import ConfigError, refuse
 from stepfold.internals import texts
 from stepfold.loop.data import BatchFeed
-from stepfold.loop.elsewhere import Elsewhere
 from stepfold.loop.fold import Alone, Part, Runs, complete
 from stepfold.loop.hooks.base import Stop
 from stepfold.loop.parts import Log
@@ -30,10 +29,11 @@ class Ending:
         save: Save,
         peers: Alone,
         rollbacks: Rollbacks | None,
-        elsewhere: Elsewhere | None,
+        finish: Callable[[Run], Run] | None,
     ) -> None:
         self._log_part, self._events, self._save = log, events, save
-        self._peers, self._rollbacks, self._elsewhere = peers, rollbacks, elsewhere
+        self._peers, self._rollbacks = peers, rollbacks
+        self._finish_elsewhere = finish  # the evaluations of another process
 
     def __call__(self, run: Run) -> Runs:
         """Yield the run after each thing done, and the last one."""
@@ -64,7 +64,7 @@ class Ending:
         """Evaluate and save after the last batch, unless a signal comes."""
         if not run.is_interrupted:
             run = yield from self._log(run)
-            if self._elsewhere is not None and not run.requests.has(Kind.GO_BACK):
+            if self._finish_elsewhere is not None and not run.requests.has(Kind.GO_BACK):
                 yield (run := self._save.save(run))
                 run = yield from self._wait_elsewhere(run)
             run = self._go_back(self._peers.conclude(run))
@@ -93,10 +93,10 @@ class Ending:
 
     def _wait_elsewhere(self, run: Run) -> Runs:
         """Wait for what another process evaluates of the steps that are saved."""
-        if self._elsewhere is None or run.is_interrupted:
+        if self._finish_elsewhere is None or run.is_interrupted:
             return run
         self._save.wait()
-        while (changed := self._elsewhere.finish(run)) is not run:
+        while (changed := self._finish_elsewhere(run)) is not run:
             yield (run := changed)
         return run
 

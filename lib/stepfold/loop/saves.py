@@ -11,7 +11,6 @@ from stepfold.checkpoint.steps import order_by
 from stepfold.core.processes import broadcast_from_first
 from stepfold.core.state import has_nan
 from stepfold.loop.data import BatchFeed
-from stepfold.loop.elsewhere import Elsewhere
 from stepfold.loop.fold import Alone
 from stepfold.loop.hooks.base import HookDispatcher, Stop, find_save_interval
 from stepfold.loop.metrics import Curve
@@ -35,12 +34,13 @@ class Save:
         hooks: HookDispatcher,
         peers: Alone,
         evaluations: Sequence[Evaluate],
-        elsewhere: Elsewhere | None,
         describe: Callable[[Run], dict[str, Any]],
+        awaits: Callable[[Run], Sequence[str]],
     ) -> None:
         self._series, self._plan, self._feed, self._hooks = series, plan, feed, hooks
-        self._peers, self._evaluations, self._elsewhere = peers, evaluations, elsewhere
+        self._peers, self._evaluations = peers, evaluations
         self._describe = describe  # what a checkpoint holds next to the state
+        self._awaits = awaits  # the evaluations that another process makes of the step
         self._has_warned = self._has_warned_of_time = False
         # The step, time, seconds in saves and their number, after the first save.
         self._first: tuple[int, float, float, int] | None = None
@@ -160,10 +160,6 @@ class Save:
         metrics = run.logged_metrics if run.logged_step == run.step else {}
         is_known = name is not None and name in metrics and not name.startswith("train/")
         return {name: metrics[name]} if name is not None and is_known else {}
-
-    def _awaits(self, run: Run) -> Sequence[str]:
-        """Return the evaluations that another process makes of the step."""
-        return [] if self._elsewhere is None else self._elsewhere.awaits(run)
 
     def _is_needed(self, run: Run) -> bool:
         """Whether an evaluation needs the step, here or in another process."""

@@ -100,10 +100,12 @@ class Session:
         here = [each for each in evaluations if not each.evaluation.elsewhere]
         results = [] if elsewhere is None else [elsewhere]
         events: list[Part] = [*here, *results, EndEpoch(plan, log, peers)]
-        save = Save(self.series, plan, self.feed, hooks, peers, here, elsewhere, self.describe)
+        awaits = (lambda _: ()) if elsewhere is None else elsewhere.awaits
+        save = Save(self.series, plan, self.feed, hooks, peers, here, self.describe, awaits)
         sizes = BatchSizes(plan, self.feed, self.runner)
         parts: list[Part] = [log, *events, *self.user_parts, save, sizes, *self.parts]
-        ending = Ending(log, events, save, peers, self.rollbacks, elsewhere)
+        finish = None if elsewhere is None else elsewhere.finish
+        ending = Ending(log, events, save, peers, self.rollbacks, finish)
         try:
             with agreement("hooks: not opened", peers.group):
                 hooks.open(self.run.step, self.run.total)

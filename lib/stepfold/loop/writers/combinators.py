@@ -95,6 +95,9 @@ class async_writer(Writer):  # noqa: N801
     def _files(self) -> Sequence[Path]:
         return files_of(self._writer)
 
+    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+        self._forward("write_scalars", step, scalars)
+
     def _forward(self, method: str, *arguments: Any) -> None:
         while len(self._calls) >= self._depth:
             self._wake.set()
