@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -337,13 +336,9 @@ def _take_capsule(session: Session, directory: RunDirectory) -> None:
     with directory.stopwatch.measure("capsule"):
         if series is not None:
             series.wait()
-        capsule = take_capsule(
-            nonfinite, run.state, session.feed, used=run.batches_used, positions=run.marks,
-            directory=None if series is None else series.directory,
-        )  # fmt: skip
+        saves = None if series is None else series.directory
         rollbacks = session.rollbacks.done if session.rollbacks else ()
-        capsule = replace(capsule, rollbacks=tuple(map(str, rollbacks)))
-        capsule = capsule.with_replacements(run.notes)
+        capsule = take_capsule(nonfinite, run, session.feed, directory=saves, rollbacks=rollbacks)
         session.capsule = save_capsule(capsule, directory.path) if directory.path else capsule
 
 

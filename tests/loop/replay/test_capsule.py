@@ -23,6 +23,7 @@ from stepfold.loop.replay.capsule import (
     take_capsule,
 )
 from stepfold.loop.replay.rerun import replay
+from stepfold.loop.run import Run
 
 STEP = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b), TX)
 DATA = np.arange(40, dtype=np.float32)
@@ -42,14 +43,9 @@ def run(batches, folder=None, steps=10, **options):
 
 def take(step, batches, position=None, state=None, directory=None):
     feed = batches if isinstance(batches, BatchFeed) else BatchFeed(batches)
-    return take_capsule(
-        Nonfinite(step, "train/loss", {}),
-        start() if state is None else state,
-        feed,
-        used=feed.first_used,
-        positions=[position or DataPosition(0, None)],
-        directory=directory,
-    )
+    run = Run.start(start() if state is None else state, 0, feed.first_used, None, {})
+    run = run._replace(marks=(position or DataPosition(0, None),))
+    return take_capsule(Nonfinite(step, "train/loss", {}), run, feed, directory=directory)
 
 
 # What a run leaves.

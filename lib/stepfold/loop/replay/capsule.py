@@ -30,6 +30,7 @@ from stepfold.errors import CheckpointError, ConfigError, refuse
 from stepfold.loop.data import BatchFeed, DataPosition, reread
 from stepfold.loop.hooks.stop import Nonfinite
 from stepfold.loop.json_files import check_plain, has_form, is_count, is_range
+from stepfold.loop.run import Run
 
 _VERSION = 2
 _JSON, _BATCH = "capsule.json", "batch"
@@ -101,15 +102,6 @@ class Capsule:
         """The number of steps that a replay runs before this one."""
         return self.step - 1 - self.mark.step
 
-    def with_replacements(self, replacements: Sequence[Any]) -> "Capsule":
-        """Note which of the replacements of the state a replay would have to repeat."""
-        notes = (
-            f"step {step}: the state was replaced ({why}), which a replay does not repeat"
-            for step, why, *kind in replacements
-            if not kind and self.mark.step < step < self.step
-        )
-        return replace(self, notes=(*self.notes, *notes))
-
     def __str__(self) -> str:
         start = "a state" if self.checkpoint is None else "the checkpoint"
         value = self.metrics.get(self.metric, float("nan"))
@@ -124,20 +116,15 @@ class Capsule:
 
 def take_capsule(
     nonfinite: Nonfinite,
-    state: Any,
+    run: Run,
     feed: BatchFeed,
     *,
-    used: int,
-    positions: Sequence[DataPosition],
     directory: str | os.PathLike[str] | None,
+    rollbacks: Sequence[Any] = (),
 ) -> Capsule:
-    """Make a capsule after a run has ended and its checkpoints in `directory` are written.
-
-    `used` is the number of batches used since the first of the data, and the first of `positions`
-    is that at the start of the run.
-    """
-    batches, recent = feed.batches, feed.recent
-    step, start, checkpoint = nonfinite.step, positions[0], None
+    """Make a capsule after a run has ended and its checkpoints in `directory` are written."""
+    batches, recent, began = feed.batches, feed.recent, run.marks[0].step
+    step, start, checkpoint = nonfinite.step, run.marks[0], None
     if directory is not None:
         store = open_store(directory)
         location = store.location if is_url(store.location) else Path(store.location)
@@ -151,12 +138,12 @@ def take_capsule(
             start = DataPosition(number, position)
             checkpoint = CheckpointReference(location, number)
             break
-    start, *marks = (_with_changes(feed, each, used) for each in [start, *positions])
+    start, *marks = (_with_changes(feed, each, run.batches_used) for each in [start, *run.marks])
     if recent:
         batch, lost = _find_batch(recent, step)
     else:
-        batch, lost = _read_batch(batches, step, [start, *marks], began=positions[0].step)
-    key: Any = getattr(state, "key", None)
+        batch, lost = _read_batch(batches, step, [start, *marks], began)
+    key: Any = getattr(run.state, "key", None)
     has_key = isinstance(key, jax.Array) and is_key(key)
     with allow_transfers("host_to_device"):  # of the step number
         # On one device, so that process 0 can write it alone. The first step folds in 0.
@@ -172,9 +159,15 @@ def take_capsule(
         lost=lost,
         checkpoint=checkpoint,
         mark=start,
-        began=positions[0].step,
-        like=jax.tree.map(lambda x: abstract(x) if isinstance(x, jax.Array) else x, state),
+        began=began,
+        like=jax.tree.map(lambda x: abstract(x) if isinstance(x, jax.Array) else x, run.state),
         batches=batches,
+        notes=tuple(
+            f"step {replaced}: the state was replaced ({why}), which a replay does not repeat"
+            for replaced, why, *kind in run.notes
+            if not kind and start.step < replaced < step
+        ),
+        rollbacks=tuple(map(str, rollbacks)),
         skipped=tuple(getattr(batches, "skipped", None) or ()),
         can_reread=not lost and not recent,
     )
