@@ -1,6 +1,7 @@
 """Metrics in Weights & Biases, and in trackio, which has the same functions."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,6 @@ class _RunWriter(ConvertingWriter):
 
     _package: str
 
-    def _import(self) -> Any:
-        """Import the package, which takes long."""
-        raise NotImplementedError
-
     def __init__(self, **options: Any) -> None:
         require(self._package, type(self).__name__, self._package)
         self._options = options
@@ -25,7 +22,7 @@ class _RunWriter(ConvertingWriter):
         self._is_closed = False
 
     def _write(self, step: int, values: Mapping[str, Value]) -> None:
-        run, package = self._get_run(), self._import()
+        run, package = self._get_run(), import_module(self._package)
         row: dict[str, Any] = dict(values)
         for name, value in values.items():
             if isinstance(value, Histogram):
@@ -60,7 +57,7 @@ class _RunWriter(ConvertingWriter):
             )
             refuse(type(self).__name__, expected, "one", advice)
         if self._run is None:
-            self._run = self._import().init(**self._options)
+            self._run = import_module(self._package).init(**self._options)  # takes long
         return self._run
 
 
@@ -79,11 +76,6 @@ class wandb_writer(_RunWriter):  # noqa: N801
     """
 
     _package = "wandb"
-
-    def _import(self) -> Any:
-        import wandb
-
-        return wandb
 
     def _write_settings(self, settings: Mapping[str, float | str]) -> None:
         self._get_run().config.update(settings, allow_val_change=True)
@@ -106,11 +98,6 @@ class trackio_writer(_RunWriter):  # noqa: N801
     """
 
     _package = "trackio"
-
-    def _import(self) -> Any:
-        import trackio
-
-        return trackio
 
     def _image_values(self, name: str, images: list[Any]) -> dict[str, Any]:
         if len(images) == 1:
