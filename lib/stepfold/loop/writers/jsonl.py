@@ -64,12 +64,15 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
         last = self._pending[-1][0] if self._pending else self._last_step
         step = max(self._start, last) if step is None else step
         if step < last:
-            expected = f"step {last}, the last in the file, or a later one"
-            advice = f"call resume({step}) first if the run resumes there, or write to another path"
-            refuse(self._path, expected, f"{step}", advice, kind=ValueError)
-        if row:
+            self._write_earlier(step, row, last)
+        elif row:
             self._pending.append((step, row))
         self._write_pending()
+
+    def _write_earlier(self, step: int, row: dict[str, Any], last: int) -> None:  # noqa: ARG002
+        expected = f"step {last}, the last in the file, or a later one"
+        advice = f"call resume({step}) first if the run resumes there, or write to another path"
+        refuse(self._path, expected, f"{step}", advice, kind=ValueError)
 
     def resume(self, step: int) -> None:
         last = read_integer("step", step, -1)  # -1 if the row of step 0 is to be written again
@@ -145,17 +148,9 @@ class RunWriter(jsonl_writer):
 
     takes_earlier_steps = True
 
-    def _write_row(self, step: int | None, row: dict[str, Any]) -> None:
-        self._open()
-        last = self._pending[-1][0] if self._pending else self._last_step
-        if step is None or step >= last:
-            super()._write_row(step, row)
-        else:
-            self._write_pending()
-            self._insert(step, row)
-
-    def _insert(self, step: int, row: dict[str, Any]) -> None:
+    def _write_earlier(self, step: int, row: dict[str, Any], last: int) -> None:  # noqa: ARG002
         """Replace the file by one that has the row in its place."""
+        self._write_pending()
         before, after = [], [{"step": step, **row}]
         with _open_regular(self._path) as file:
             for line in filter(bytes.strip, file):
