@@ -206,15 +206,14 @@ class Several(Alone):
 
     def conclude(self, run: Run) -> Run:
         self._read_inbox()
-        own = [[r.kind, r.step, _to_json(r.reason), r.by_hook] for r in self._own]
-        gathered = KeyValues("fit", self.group).gather(own, "the end of its steps")
+        gathered = KeyValues("fit", self.group).gather([*self._own], "the end of its steps")
         # Votes hold only the kinds of requests. These have the reasons too, and replace them.
         run = run.without(*(Kind(kind) for requests in gathered for kind, *_ in requests))
         for process, requests in enumerate(gathered):
             for kind, step, reason, by_hook in requests:
                 if kind == Kind.ERROR and self.failed_process is None:
                     self.failed_process = process
-                reason = _from_json(reason)
+                reason = _read_reason(Kind(kind), reason)
                 if isinstance(reason, Stop) and process != jax.process_index():
                     message = f"process {process} stopped: {reason.message}"
                     reason = reason._replace(message=message)
@@ -283,16 +282,11 @@ class Several(Alone):
         return Request(kind, 0, reason, by_hook=own is None or own.by_hook)
 
 
-def _to_json(reason: Any) -> Any:
-    return int(reason) if isinstance(reason, signal.Signals) else reason and list(reason)
-
-
-def _from_json(reason: Any) -> Any:
-    if isinstance(reason, int):
+def _read_reason(kind: Kind, reason: Any) -> Any:
+    """Return the reason of a request, which has come as JSON."""
+    if kind is Kind.SIGNAL:
         return signal.Signals(reason)
-    if reason is None:
-        return None
-    if len(reason) == 2:
+    if kind is not Kind.GO_BACK:
         return Stop(*reason)
     to, skip, why, limit = reason
     return GoBack(to, tuple(skip), why, limit)
