@@ -20,7 +20,7 @@ import stepfold as sf
 from stepfold.checkpoint import bucket, manifest
 from stepfold.core.processes import Group
 from stepfold.loop.data import BatchFeed
-from stepfold.loop.elastic import Keep, Segments, Survivors
+from stepfold.loop.elastic import Segments, Survivors
 from stepfold.loop.rollback import Rollbacks
 from stepfold.loop.run_directory import RunDirectory
 from stepfold.loop.session import Session
@@ -201,14 +201,14 @@ def runs(start, folder, events, options):
     Session.continue_from_checkpoint = restore_and_die
     mutant = options.get("mutant")
     if mutant == "rows twice":
-        keep = Keep.__call__
+        keep = Segments.__call__
 
         def agree_late(self, run):
-            self._segments.agree(run.state, run.step)
+            self.agree(run.state, run.step)
             return keep(self, run)
 
         Survivors.meet = lambda self, run: run  # hooks see it before all processes agree
-        Keep.is_due, Keep.__call__ = lambda self, run: run.end is None, agree_late
+        Segments.is_due, Segments.__call__ = lambda self, run: run.end is None, agree_late
     if mutant == "a batch skipped":
         position = BatchFeed.position
         BatchFeed.position = lambda self, used: position(self, used + 1)

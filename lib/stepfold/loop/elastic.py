@@ -11,7 +11,7 @@ Each process also keeps the run and the position of the data. Between the end of
 next step, they change only with what all have agreed on, so the present ones are kept then. Steps
 change them, so they are kept before the first step of a segment.
 
-`Survivors` are the peers that meet, and `Keep` is the part that ends the visit of all others.
+`Survivors` are the peers that meet. `Segments` are the last part of a run, which keeps it.
 
 Processes without devices in the plan are spare: they wait in `fit` until a death makes another
 plan. Process 0 always trains, since its service knows who is alive.
@@ -183,11 +183,15 @@ class _Spare(NamedTuple):
 class Segments:
     """The segments of an elastic run, and what it needs to repeat one.
 
+    As a part, it keeps the run before the first step of a segment.
+
     Attributes:
       group: the processes that train; in a spare process, that one alone.
       live: those that have not died, as far as this process knows.
       losses: for each death: who, when, and what it cost.
     """
+
+    name = "the loop"
 
     def __init__(self, elastic: Elastic, live: Group, notices: "_Notices") -> None:
         self.elastic, self._notices = elastic, notices
@@ -236,7 +240,7 @@ class Segments:
     def attach(self, session: Session) -> None:
         """Divide the batches by the plan, and let checkpoints be saved by the group."""
         self._met, self._session = self.group, session
-        session.parts = [*session.parts, Keep(self)]
+        session.parts = [*session.parts, self]
         self._continue_with(session, at=session.run.step, lost="")
 
     @property
@@ -283,16 +287,18 @@ class Segments:
         session = self._session
         self._kept = _Kept(session.describe(run)["fit"], session.feed.position(run.batches_used))
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the steps of a segment may have changed what is kept."""
-        return self._kept is not None
-
-    def next_end(self, step: int) -> float:
+    def next(self, run: Run) -> float:
         """Return the step at which a segment of `every` or `every_seconds` ends."""
-        every = self.elastic.every
+        every, step = self.elastic.every, run.step
         by_step = math.inf if every is None else step + every - step % every
         return by_step if self._length is None else min(by_step, step + self._length.steps)
+
+    def is_due(self, run: Run) -> bool:
+        return run.end is None and self._kept is None
+
+    def __call__(self, run: Run) -> Run:
+        self.begin(run)
+        return run
 
     def leave(self, error: BaseException) -> str:
         """End a segment that failed; return which processes have died, "" if none has."""
@@ -447,25 +453,6 @@ class Survivors(Several):
 
     def defer(self, run: Run, error: Exception) -> Run:  # noqa: ARG002  all leave together
         raise error
-
-
-class Keep:
-    """Keep the run before the first step of a segment, to repeat its steps."""
-
-    name = "the loop"
-
-    def __init__(self, segments: Segments) -> None:
-        self._segments = segments
-
-    def next(self, run: Run) -> float:
-        return self._segments.next_end(run.step)
-
-    def is_due(self, run: Run) -> bool:
-        return run.end is None and not self._segments.has_begun
-
-    def __call__(self, run: Run) -> Run:
-        self._segments.begin(run)
-        return run
 
 
 def _spell_loss(loss: Mapping[str, Any]) -> str:

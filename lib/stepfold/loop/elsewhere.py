@@ -8,6 +8,7 @@ other process creates a result for each, once.
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -165,12 +166,10 @@ class Elsewhere:
         """Whether no live process is about to evaluate a step for the run."""
         is_over = True
         if jax.process_index() == 0 and self._peers.signal is None:
-            try:
+            with suppress(CheckpointError):
                 held = self._leases.held()
                 live = {name for lease in held for name in lease["names"]}
                 is_over = not live & self._awaited(run)
-            except CheckpointError:
-                is_over = True
         return broadcast_from_first([is_over], self._peers.group)[0]
 
     def _awaited(self, run: Run) -> set[str]:
