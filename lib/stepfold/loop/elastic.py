@@ -203,9 +203,7 @@ class Segments:
         self._is_stale = True  # whether the copy is not of the present group
         self._replicas: Replicas | None = None
         self._kept: _Kept | None = None  # None between the end of a segment and the next
-        self._length: _Length | None = None
-        if elastic.every_seconds is not None:
-            self._length = _Length(elastic.every_seconds)
+        self._length = _Length(elastic.every_seconds)
         self._use(*elastic.on(self.devices))
 
     def _use(self, step: Callable[..., Any], plan: Any) -> None:
@@ -243,11 +241,6 @@ class Segments:
         session.parts = [*session.parts, self]
         self._continue_with(session, at=session.run.step, lost="")
 
-    @property
-    def _share(self) -> tuple[int, int, int]:
-        """Which part of each batch this process makes."""
-        return (0, 1, 1) if self.is_spare else share_of(mesh_of(self.plan))
-
     def agree(self, state: Any, step: int) -> None:
         """Wait for the steps of a segment, and until all processes have done them.
 
@@ -255,10 +248,8 @@ class Segments:
           Disbanded: if one has died.
         """
         jax.block_until_ready(state)
-        length = None if self._length is None else self._length.next(step)
-        (_, length), *_ = self.group.meet([step, length], "the end of a segment")
-        if self._length is not None:
-            self._length.steps = length
+        value = [step, self._length.next(step)]
+        (_, self._length.steps), *_ = self.group.meet(value, "the end of a segment")
         if self._copy is None or self._copy.step != step or self._is_stale:
             self.keep(state, step)
         self._kept = None
@@ -291,7 +282,7 @@ class Segments:
         """Return the step at which a segment of `every` or `every_seconds` ends."""
         every, step = self.elastic.every, run.step
         by_step = math.inf if every is None else step + every - step % every
-        return by_step if self._length is None else min(by_step, step + self._length.steps)
+        return min(by_step, step + self._length.steps)
 
     def is_due(self, run: Run) -> bool:
         return run.end is None and self._kept is None
@@ -369,7 +360,7 @@ class Segments:
     def _continue_with(self, session: Session, *, at: int, lost: str) -> None:
         """Use the step and share of the plan, with the processes that are left, after step `at`."""
         session.runner = StepRunner(self._step)
-        session.feed.share(self._share)
+        session.feed.share((0, 1, 1) if self.is_spare else share_of(mesh_of(self.plan)))
         session.run = session.peers.regroup(self.group, session.run._replace(step=at))
         if session.series is not None:
             session.series.join(self.group, lost=lost)
@@ -495,17 +486,18 @@ class _Notices:
 
 
 class _Length:
-    """The length in steps of segments of some seconds, by the clock of process 0."""
+    """The length in steps of segments of some seconds, if any, by the clock of process 0."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self.steps = seconds, 1
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self.steps: float = math.inf if seconds is None else 1
         self._last: tuple[int, float] | None = None
 
-    def next(self, step: int) -> int:
+    def next(self, step: int) -> float:
         """Return the length of the segment after a step."""
         now, last = time.monotonic(), self._last
         self._last = step, now
-        if last is None or step <= last[0]:
+        if self._seconds is None or last is None or step <= last[0]:
             return self.steps
         pace = (now - last[1]) / (step - last[0])
         return max(1, min(int(self._seconds / pace), 2 * self.steps))
