@@ -41,7 +41,7 @@ class Programs:
         self.before: Sequence[Mapping[str, Any]] = ()
         self.show: Callable[[str], None] = lambda _: None
         self._last = threading.local()  # program of this thread: seconds, and whether it was loaded
-        self._loaded, self._new = (0, 0.0), (0, 0.0)  # their number and seconds
+        self._numbers = {name: {"count": 0, "seconds": 0.0} for name in ("loaded", "new")}
         self._steps: list[dict[str, Any]] = []
         self._reasons: list[str] = []
 
@@ -71,10 +71,9 @@ class Programs:
 
     def _note(self, seconds: float, *, was_loaded: bool) -> None:
         self._last.program = seconds, was_loaded
-        if was_loaded:
-            self._loaded = self._loaded[0] + 1, self._loaded[1] + seconds
-        else:
-            self._new = self._new[0] + 1, self._new[1] + seconds
+        numbers = self._numbers["loaded" if was_loaded else "new"]
+        numbers["count"] += 1
+        numbers["seconds"] += seconds
 
     def note_step(self, step: CompiledStep, count: int) -> None:
         """Note the program of a step, right after it was compiled; say why a restart needs one."""
@@ -90,13 +89,8 @@ class Programs:
 
     def summary(self) -> dict[str, Any]:
         """Return what `run.json` says about them."""
-        names = ("count", "seconds")
-        return {
-            "loaded": dict(zip(names, self._loaded, strict=True)),
-            "new": dict(zip(names, self._new, strict=True)),
-            "steps": self._steps,
-            "reasons": self._reasons,
-        }
+        numbers = {name: {**each} for name, each in self._numbers.items()}
+        return {**numbers, "steps": self._steps, "reasons": self._reasons}
 
 
 def has_virtual_devices() -> bool:
