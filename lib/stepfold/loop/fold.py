@@ -225,9 +225,9 @@ class Alone:
     # In the fold
 
     def join(self, feed: BatchFeed, run: Run) -> None:
-        """Start a fold with the others, of which hooks have requested nothing yet.
+        """Join the others at the start of a fold, and check that all have equally many batches.
 
-        Check that all have equally many batches.
+        What hooks requested before is forgotten, since the run may continue from an earlier value.
         """
 
     def pull(self, feed: BatchFeed, run: Run, until: float) -> tuple[Run, list[Any]]:
