@@ -202,22 +202,15 @@ class DirectoryStore:
     def write_note(self, name: str, content: Any) -> None:
         """Atomically write JSON next to the steps, and return when it is durable."""
         path = self.directory / name
-        new = path.with_name(f"{path.name}.new")
         with converted_errors(path, "cannot be written"):
-            path.parent.mkdir(exist_ok=True)
-            manifest.write_checked(new, content)
-            sync(new)
-            new.replace(path)
+            self._write_beside(path, ".new", content).replace(path)
             sync(path.parent)
 
     def add_note(self, name: str, content: Any) -> bool:
         """Write a note as `write_note` does, unless it exists; return whether it was written."""
         path = self.directory / name
-        new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
         with converted_errors(path, "cannot be written"):
-            path.parent.mkdir(exist_ok=True)
-            manifest.write_checked(new, content)
-            sync(new)
+            new = self._write_beside(path, f".{secrets.token_hex(4)}.new", content)
             try:
                 os.link(new, path)  # unlike a rename, it fails if the path exists
             except FileExistsError:
@@ -232,6 +225,14 @@ class DirectoryStore:
                 new.unlink(missing_ok=True)
             sync(path.parent)
             return True
+
+    def _write_beside(self, path: Path, suffix: str, content: Any) -> Path:
+        """Durably write JSON to a file that is to take a path; return its own path."""
+        new = path.with_name(f"{path.name}{suffix}")
+        path.parent.mkdir(exist_ok=True)
+        manifest.write_checked(new, content)
+        sync(new)
+        return new
 
     # Removing
 

@@ -26,7 +26,7 @@ class BatchIterator:
     `pipeline` holds the settings that a saved position depends on, so that all others may change.
     """
 
-    _source: Source | None = None  # a stream is none
+    _source: Source | None = None  # streams have none
 
     def __init__(self, builder: Any, sizes: Sizes, shard: Shard, pipeline: dict[str, Any]) -> None:
         self._builder, self._sizes, self._shard = builder, sizes, shard

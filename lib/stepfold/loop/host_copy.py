@@ -89,16 +89,17 @@ class HostCopy:
         Returns:
           A leaf of which no process has a part that is needed, or None; and the note.
         """
-        held = [[*parts] for parts in self._parts]
-        told = group.meet([held, len(note)], "the parts that they have")
-        as_region = lambda listed: tuple(map(tuple, listed))  # JSON has no tuples
-        has = [[{*map(as_region, regions)} for regions in held] for held, _ in told]
+        own = [[*parts] for parts in self._parts]
+        gathered = group.meet([own, len(note)], "the parts that they have")
+        note_size = gathered[0][1]  # of process 0
+        as_region = lambda pairs: tuple(map(tuple, pairs))  # JSON has no tuples
+        has = [[{*map(as_region, regions)} for regions in leaves] for leaves, _ in gathered]
         sent, lacking = _schedule(self._layouts(plan), has, group.processes)
         ring, count, me = Ring(group), len(group.processes), group.rank
         is_new = [not any(regions) for regions in has]
         for shift in range(1, count):
             if is_new[shift]:
-                received = ring.turn(np.frombuffer(note, np.uint8), told[0][1], shift)
+                received = ring.turn(np.frombuffer(note, np.uint8), note_size, shift)
                 note = received.tobytes() if me == shift else note
             out = [sent.get((rank, (rank + shift) % count), []) for rank in range(count)]
             size = max(map(self._bytes, out))

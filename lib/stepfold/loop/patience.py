@@ -230,7 +230,7 @@ class _Watch:
             self._report(stuck, rest, seconds)
 
     def _report(self, stuck: Sequence[int], rest: Mapping[int, Seen], seconds: float) -> None:
-        """Name the processes that are stuck, and go on without them."""
+        """Report the stuck processes, and leave them out from now on."""
         for process in stuck:
             text = _spell(rest[process])
             self._note(process, text)
