@@ -63,6 +63,18 @@ def test_a_run_that_loses_devices_is_one_that_lost_none(part, count):
 ELASTIC = SimpleNamespace(
     devices=4, axis="dp", is_jitted=False, is_ordered=False, every=None, forgets=False
 )
+
+
+def stopped_before(meeting):
+    """Make a run that a hook stops at step 3; then a device dies, before all agree to stop."""
+    evaluations = [
+        SimpleNamespace(name=name, every=every, every_epochs=None, at_start=False)
+        for name, every in (("eval", 3), ("test", 1))
+    ]
+    call = {"script": ("train", 3), "losses": [("meet", meeting)]}
+    return one_run(elastic=ELASTIC, evaluations=evaluations, log_every=1, calls=[call])
+
+
 # What the random runs have found, or would find if they drew it.
 FOUND = {
     "a loss in a resumed run, in which another step is a log point": one_run(
@@ -72,6 +84,8 @@ FOUND = {
             {"epochs": ("a",), "length": {"steps": 8}, "losses": [("pull", 5)]},
         ],
     ),
+    "a loss after a hook stopped the run, before its evaluations": stopped_before(6),
+    "a loss between two evaluations": stopped_before(8),
 }
 
 

@@ -31,7 +31,8 @@ def clean():
 def logarithm(params, batch, key):
     kept = jax.random.bernoulli(key, 0.8, batch["x"].shape).astype(batch["x"].dtype)
     target = jnp.log(batch["y"])  # the line of a zero
-    return sf.mean(((batch["x"] * kept) @ params["w"] - target) ** 2)
+    predicted = (batch["x"] * kept) @ params["w"]
+    return sf.mean((predicted.astype(target.dtype) - target) ** 2)
 
 
 def difference(params, batch, key):

@@ -225,10 +225,7 @@ class Alone:
     # In the fold
 
     def join(self, feed: BatchFeed, run: Run) -> None:
-        """Join the others at the start of a fold, and check that all have equally many batches.
-
-        What hooks requested before is forgotten, since the run may continue from an earlier value.
-        """
+        """Join the others at the start of a fold, and check that all have equally many batches."""
 
     def pull(self, feed: BatchFeed, run: Run, until: float) -> tuple[Run, list[Any]]:
         """Pull the batches of a call, which goes past no step after `until`; or none."""
@@ -292,6 +289,9 @@ class Alone:
     def regroup(self, group: Group, run: Run) -> Run:  # noqa: ARG002
         """Continue with the processes that are left."""
         return run
+
+    def forget(self) -> None:
+        """Forget what hooks requested, as they are to see the events after a checkpoint again."""
 
     def defer(self, run: Run, error: Exception) -> Run:  # noqa: ARG002
         """Raise an error of user code, or defer it until all processes have stopped."""

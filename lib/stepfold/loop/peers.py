@@ -62,8 +62,6 @@ class Several(Alone):
         self._votes_on_batches = False
 
     def join(self, feed: BatchFeed, run: Run) -> None:
-        self._read_inbox()
-        self._own = self._own.carried_over()
         self._votes, self._has_event = None, False
         self._pace = self._pace._replace(voted_at=run.step, read_at=None)
         left, total = feed.batches_left(run.batches_used), run.total
@@ -223,12 +221,12 @@ class Several(Alone):
     def regroup(self, group: Group, run: Run) -> Run:
         """Continue with the processes that are left.
 
-        Vote again on what this process requested: some may have read a vote that others lack.
+        Vote again on what this process requested: some may have read a vote that others lack. That
+        includes the requests of its hooks, which see no event twice.
         """
         self._read_inbox()
         if run.requests.has(Kind.SAVE):  # agreed on, and not done
             self._save_requests += 1
-        self._own = self._own.carried_over()
         self._votes, self._has_event = None, False
         seen: Any = np.zeros(len(group.processes), np.int32)
         if self.group is not None and np.ndim(self._seen_saves):
@@ -238,6 +236,10 @@ class Several(Alone):
         self._pace = _Pace(voted_at=run.step)
         self.group, self.position, self._gather = group, group.position, None
         return run.without(*Kind)
+
+    def forget(self) -> None:
+        self._read_inbox()
+        self._own = self._own.carried_over()
 
     def _read_inbox(self) -> None:
         while self._inbox:

@@ -207,6 +207,7 @@ class Session:
     def continue_from_checkpoint(self, series: Series, more_steps: int | None = None) -> bool:
         """Continue from the newest good checkpoint; return whether the run was complete there."""
         self.peers.move(Position.RESTORE, self.run.step)
+        self.peers.forget()
         restored = self._restore_parts(series)
         self.run = self.run._replace(resumed=restored.step)
         return self.continue_from(restored, series.directory, more_steps)
