@@ -1,13 +1,29 @@
 """Random runs that lose devices do what the reference fold, which loses none, says."""
 
+import functools
+import math
 from types import SimpleNamespace
 
+import chex
+import jax
+import numpy as np
 import pytest
 from hypothesis import Phase
 from hypothesis import strategies as st
-from tests.laws.test_random_runs import PARTS, Found, check, draw_runs, observed, one_run, runs
+from tests.laws.losing import CutElastic, Losses
+from tests.laws.random_runs import evaluation, first_state, parts_on
+from tests.laws.test_random_runs import (
+    PARTS,
+    Found,
+    check,
+    draw_runs,
+    observed,
+    one_run,
+    runs,
+)
 from tests.small import full_but
 
+import stepfold as sf
 from stepfold.loop import run as run_module
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.elastic import Segments
@@ -65,14 +81,14 @@ ELASTIC = SimpleNamespace(
 )
 
 
+EVERY_STEP = SimpleNamespace(name="eval", every=1, every_epochs=None, at_start=False)
+
+
 def stopped_before(meeting):
     """Make a run that a hook stops at step 3; then a device dies, before all agree to stop."""
-    evaluations = [
-        SimpleNamespace(name=name, every=every, every_epochs=None, at_start=False)
-        for name, every in (("eval", 3), ("test", 1))
-    ]
+    third = SimpleNamespace(name="test", every=3, every_epochs=None, at_start=False)
     call = {"script": ("train", 3), "losses": [("meet", meeting)]}
-    return one_run(elastic=ELASTIC, evaluations=evaluations, log_every=1, calls=[call])
+    return one_run(elastic=ELASTIC, evaluations=[third, EVERY_STEP], log_every=1, calls=[call])
 
 
 # What the random runs have found, or would find if they drew it.
@@ -86,6 +102,12 @@ FOUND = {
     ),
     "a loss after a hook stopped the run, before its evaluations": stopped_before(6),
     "a loss between two evaluations": stopped_before(8),
+    "a loss after the last event, which has shown a NaN": one_run(
+        elastic=ELASTIC,
+        source={"poison": 0, "value": math.nan},
+        log_every=4,
+        calls=[{"length": {"steps": 4}, "losses": [("meet", 3)]}],
+    ),
 }
 
 
@@ -100,6 +122,34 @@ def test_a_save_that_was_requested_is_made_after_a_loss(meeting, tmp_path):
     run = one_run(elastic=ELASTIC, calls=[call], log_every=50)
     found = observed(run, run.sessions[0], tmp_path / "0", tmp_path / "1")
     assert len(found["saved"][0]) == 2  # and at the end
+
+
+@pytest.mark.filterwarnings("ignore:device 3 died")
+@pytest.mark.parametrize("meeting", full_but([5, 8], range(1, 10)))
+def test_what_hooks_know_survives_a_loss(meeting):
+    """Hooks see no event twice, so what checkpoints do not keep of them must stay too."""
+
+    def fit(places):
+        losses, seen = Losses(places), []
+        step = CutElastic(functools.partial(parts_on, ELASTIC, "plain", "averages"), losses)
+        best = sf.stop_early("eval/loss", patience=9, keep_state=True)
+        result = sf.fit(
+            step,
+            jax.device_put(first_state("plain"), step.plan),
+            one_run(source={"poison": 1, "value": math.nan}).source.make(),
+            steps=9,
+            log_every=1,
+            evaluation=evaluation("plain", EVERY_STEP, lambda *_: None),
+            hooks=[best, lambda event: seen.append((event.kind, event.step))],
+        )
+        batch = jax.tree.map(np.asarray, result.capsule.batch)
+        arrays = result.capsule.step, batch, best.best_step, best.best_state.params
+        return seen, arrays
+
+    with jax.numpy_dtype_promotion("standard"):
+        (seen, arrays), (its, expected) = fit([("meet", meeting)]), fit([])
+    assert seen == its
+    chex.assert_trees_all_close(arrays, expected, rtol=1e-4)
 
 
 def repeats_only_in(function):

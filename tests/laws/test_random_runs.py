@@ -230,6 +230,10 @@ def one_run(**changed):
     return SimpleNamespace(**run | changed)
 
 
+EVERY_4 = SimpleNamespace(
+    every=4, every_epochs=None, keep=1, keep_every=None, keep_best=1, best=None, mode=None,
+    at_start=True,
+)  # fmt: skip
 PULL_8 = {"cut": (("pull", 8), "raise")}
 EVALUATION = SimpleNamespace(name="eval", every=4, every_epochs=None, at_start=False)
 # What the random runs have found, or would find if they drew it.
@@ -281,6 +285,26 @@ FOUND = {
     "epochs from a later start": one_run(source={"start": 3}, calls=[{"length": {"epochs": 1}}]),
     "a hook of epochs that is new after a cut": one_run(
         calls=[{"cut": (("pull", 5), "stop")}, {"epochs": ("a",)}]
+    ),
+    "no batches left after going back, in a run that trained": one_run(
+        source={
+            "kind": "sizes",
+            "own_epochs": 3,
+            "change": 9,
+            "poison": 0,
+            "value": 200.0,
+            "remainder": "drop",
+        },
+        task="averaged",
+        evaluations=[SimpleNamespace(name="eval", every=1, every_epochs=None, at_start=False)],
+        checkpoints=EVERY_4,
+        temporary=SimpleNamespace(every=1, every_epochs=None),
+        goes_back=3,
+        log_every=6,
+        calls=[
+            {"hooks": [], "length": {"more_steps": 6}, "cut": (("pull", 1), "save")},
+            {"hooks": ["a", "b"], "length": {"more_steps": 6}},
+        ],
     ),
     "a number that a hook returns twice at a step": one_run(evaluations=[EVALUATION], log_every=4),
     "a trainer of batches from a later start": one_run(source={"start": 3}, has_trainer=True),

@@ -36,6 +36,7 @@ from stepfold.core.processes import Disbanded, Group, KeyValues, spell_processes
 from stepfold.core.validation import check_flags, read_function, read_integer, read_positive
 from stepfold.errors import CheckpointError, StepfoldError, refuse
 from stepfold.internals.jax import is_recoverable
+from stepfold.loop.data import DataPosition
 from stepfold.loop.hooks.base import Stop
 from stepfold.loop.host_copy import HostCopy, Replicas
 from stepfold.loop.patience import spell_lost
@@ -171,6 +172,7 @@ class _Kept(NamedTuple):
     """What steps change besides the state: the rest of the run, and the position of the data."""
 
     run: dict[str, Any]
+    marks: tuple[DataPosition, ...]
     data: Any
 
 
@@ -276,7 +278,8 @@ class Segments:
     def begin(self, run: Run) -> None:
         """Keep what the steps of a segment are about to change."""
         session = self._session
-        self._kept = _Kept(session.describe(run)["fit"], session.feed.position(run.batches_used))
+        position = session.feed.position(run.batches_used)
+        self._kept = _Kept(session.describe(run)["fit"], run.marks, position)
 
     def next(self, run: Run) -> float:
         """Return the step at which a segment of `every` or `every_seconds` ends."""
@@ -321,6 +324,8 @@ class Segments:
             state, names = copy.restore(self.plan), {name: name for name, _ in copy.leaves}
             restored = Restored(state, copy.step, kept.data, extra, {}, names, {}, {})
             session.continue_from(restored, "memory")
+            session.run = session.run._replace(marks=kept.marks)
+            session.hooks.stay()
         else:
             self._continue_from_checkpoint(session, lost, lacking)
         loss = {

@@ -101,7 +101,7 @@ def start_or_resume(
     if rollbacks.done:
         session.skip([rollback.skipped for rollback in rollbacks.done])
     with agreement(f"{series.directory}: not resumed", session.peers.group):
-        session.was_over = session.continue_from_checkpoint(series, more_steps)
+        session.continue_from_checkpoint(series, more_steps)
     directory.fetch(session)
     directory.continue_from(session)
 

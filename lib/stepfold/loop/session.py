@@ -54,8 +54,8 @@ class Session:
       user_parts: parts of the user, done before a save.
       parts: more parts, done after all others.
       capsule: of the step in which a NaN or inf ended the run, once it is taken.
-      was_over: whether there was nothing left to train when this call continued the run: all steps
-        were done, or a hook had stopped it for a reason that its state still gives.
+      was_over: whether there was nothing left to train where this call last continued the run: all
+        steps were done, or a hook had stopped it for a reason that its state still gives.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class Session:
             if elsewhere is not None:
                 elsewhere.open(self.run)
             self.run = self._stop_again(self.run)
-            mark = self.feed.mark(self.run.step, self.run.batches_used)
-            self.run = self.run._replace(hook_states=hooks.get_state(), marks=(mark,))
+            marks = self.run.marks or (self.feed.mark(self.run.step, self.run.batches_used),)
+            self.run = self.run._replace(hook_states=hooks.get_state(), marks=marks)
             # Each run is the one of this session until the next one.
             for self.run in fold(self.run, self.runner, self.feed, parts, peers):  # noqa: B020
                 pass
@@ -204,13 +204,13 @@ class Session:
             with agreement("state: not initialized", self.peers.group):
                 self.run = self.run._replace(state=self._make_state())
 
-    def continue_from_checkpoint(self, series: Series, more_steps: int | None = None) -> bool:
-        """Continue from the newest good checkpoint; return whether the run was complete there."""
+    def continue_from_checkpoint(self, series: Series, more_steps: int | None = None) -> None:
+        """Continue from the newest good checkpoint."""
         self.peers.move(Position.RESTORE, self.run.step)
         self.peers.forget()
         restored = self._restore_parts(series)
         self.run = self.run._replace(resumed=restored.step)
-        return self.continue_from(restored, series.directory, more_steps)
+        self.was_over = self.continue_from(restored, series.directory, more_steps)
 
     def continue_from(self, restored: Restored, where: Any, more_steps: int | None = None) -> bool:
         """Continue from a state and what was kept with it; return whether the run is complete."""

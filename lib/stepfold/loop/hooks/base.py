@@ -190,7 +190,8 @@ class BaseHook:
     """Defaults for hooks with a state, or that declare what they need; to inherit is optional.
 
     Any callable with some of these attributes and methods is a hook too. A hook may also have a
-    method `end_epoch(epoch)`. Each run calls `reset`, unless `set_state` restored the hook before.
+    method `end_epoch(epoch)`. Each run calls `reset`, unless `set_state` or `stay` was called
+    before.
 
     Attributes:
       name: the key of its state, for two hooks of a class with one `metric`.
@@ -237,7 +238,7 @@ class BaseHook:
     writes_metrics: bool = False
     run_state: Sequence[str] = ()
     state_key: Sequence[str] = ()
-    _is_restored = False
+    _stays = False
 
     def __call__(self, event: Event) -> Returned:
         raise NotImplementedError
@@ -249,10 +250,10 @@ class BaseHook:
         """Initialize all that belongs to one run, which begins after `step`."""
 
     def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
-        """Prepare for a run that begins after `step`; called after `set_state`."""
-        if not self._is_restored:
+        """Prepare for a run that begins after `step`; called after `set_state` and `stay`."""
+        if not self._stays:
             self.reset(step)
-        self._is_restored = False
+        self._stays = False
 
     def still_stops(self) -> Stop | None:
         """Return why its state stops the run before any event, or None; called after `open`.
@@ -269,7 +270,7 @@ class BaseHook:
 
     def close(self) -> None:
         """Release resources; called once, however the run ends."""
-        self._is_restored = False
+        self._stays = False
 
     def get_state(self) -> Any:
         """Return what a checkpoint has to keep, JSON with numpy arrays in it, or None.
@@ -287,7 +288,11 @@ class BaseHook:
         if all(state[name.lstrip("_")] == getattr(self, name) for name in self.state_key):
             self.reset(0)
             vars(self).update({name: copy(state[name.lstrip("_")]) for name in self.run_state})
-            self._is_restored = True
+            self._stays = True
+
+    def stay(self) -> None:
+        """Do not reset at the next `open`, since a run repeats steps and shows no event again."""
+        self._stays = True
 
 
 def may_stop(hook: Hook) -> bool:
@@ -393,13 +398,20 @@ class HookDispatcher:
         self.replaces_state = any(getattr(h, "replaces_state", False) for h in hooks)
         self._is_timed = any(getattr(h, "needs_hook_seconds", False) for h in hooks)
         self.seconds = 0.0  # spent in events and ends of epochs, if timed
+        self._was_open = False
 
     def open(self, step: int, total: int | None) -> None:
+        self._was_open = True
         for hook in self.hooks:
             call_optional(hook, "open", step, total)
         opened, self._opened = self._opened, None  # once, even if the run goes back
         if opened is not None:
             opened()
+
+    def stay(self) -> None:
+        """Leave what checkpoints do not keep of hooks as it is, since no event is shown again."""
+        for hook in self.hooks if self._was_open else ():
+            call_optional(hook, "stay")
 
     def still_stops(self) -> Stop | None:
         """Return why the state of a hook stops the run before any event, or None."""

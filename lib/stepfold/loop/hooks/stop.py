@@ -216,6 +216,12 @@ class stop_early(BaseHook):  # noqa: N801
         self._num_worse += 1
         return self.still_stops()
 
+    def set_state(self, state: Any) -> None:
+        best, best_state = (self.best, self.best_step), self.best_state
+        super().set_state(state)
+        if (self.best, self.best_step) == best:  # a run repeats steps that a death has cost
+            self.best_state = best_state
+
     def still_stops(self) -> Stop | None:
         if self._num_worse < self._patience:
             return None
