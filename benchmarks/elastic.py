@@ -19,7 +19,7 @@ import threading
 import time
 from pathlib import Path
 
-from measure import show
+from measure import Claim, show
 
 STEPS, BATCH = 60, 64
 
@@ -250,8 +250,31 @@ def main(argv=None):
         rows += [start("cost", n, 1024, 20, 5) for n in (2, 4)]
         rows += [pauses(n, heartbeat, 256) for n, heartbeat in ((2, 5), (4, 5), (4, 10))]
         rows += [copies(4, 1024, "dp", 0), copies(4, 1024, "fsdp", 1), copies(4, 2048, "fsdp", 1)]
-    show(rows, [])
+    show(rows, judge(rows))
     return rows
+
+
+def judge(rows):
+    """Return the claims about the rows."""
+    claims = [
+        Claim(
+            f"time of an elastic step, {row['processes']} processes, width {row['width']}",
+            row["ratio"],
+            1.1,
+        )
+        for row in rows
+        if row.get("processes", 1) > 1 and "ratio" in row
+    ]
+    return claims + [
+        Claim(
+            f"time from a death to the next step, {row['processes']} processes, heartbeat of "
+            f"{row['heartbeat s']} s, relative to the heartbeat and a restart",
+            row["next step after s"] / (row["heartbeat s"] + row["restart of all, s"]),
+            1.0,
+        )
+        for row in rows
+        if "heartbeat s" in row
+    ]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ OPTIONS = {"gradient_accumulation_steps": 4, "scheduler": "cosine", "warmup_step
 SETTINGS = {
     "one device": {},
     "bf16": {"mixed_precision": "bf16"},
-    "eight devices": {"sharding_array": (1, -1, 2, 1), "total_batch_size": 32},
+    "eight devices": {"sharding_array": (2, -1, 1, 1), "total_batch_size": 32},
 }
 
 

@@ -306,6 +306,21 @@ FOUND = {
             {"hooks": ["a", "b"], "length": {"more_steps": 6}},
         ],
     ),
+    "a run that a hook stopped, continued with fewer steps than it has done": one_run(
+        source={"skips": ((2, 4), (7, 8))},
+        steps_per_call=3,
+        calls=[
+            {
+                "hooks": ["a", "b"],
+                "limit": 3,
+                "epochs": ("a", "b"),
+                "length": {"steps": 6},
+                "cut": (("pull", 6), "raise"),
+            },
+            {"hooks": ["a", "b"], "limit": 3, "length": {"steps": 6}, "cut": (("pull", 1), "stop")},
+            {"hooks": ["a", "b"], "limit": 3, "length": {"steps": 4}},
+        ],
+    ),
     "a number that a hook returns twice at a step": one_run(evaluations=[EVALUATION], log_every=4),
     "a trainer of batches from a later start": one_run(source={"start": 3}, has_trainer=True),
     "a trainer with a jitted step and batches of two sizes": one_run(

@@ -368,9 +368,7 @@ def _attach_result(session: Session) -> Iterator[None]:
 
 def _warn_if_untrained(session: Session, result: FitResult) -> None:
     run, reason = session.run, result.stop_reason
-    has_read = session.was_over and reason.kind == "completed"  # evaluations elsewhere
-    is_idle = run.is_at_start and not has_read
-    if is_idle and (session.was_over or run.resumed is None):
+    if run.is_at_start and (session.was_over or run.resumed is None):
         advice = "give more_steps=…, a larger steps=…, more batches"
         if reason.kind not in ("completed", "already_completed", "exhausted"):
             advice = "change the arguments of the hook that stopped the run, give it another name=…"

@@ -54,7 +54,7 @@ class Session:
       user_parts: parts of the user, done before a save.
       parts: more parts, done after all others.
       capsule: of the step in which a NaN or inf ended the run, once it is taken.
-      was_over: whether there was nothing left to train where this call last continued the run: all
+      was_over: whether there was nothing left to do where this call last continued the run: all
         steps were done, or a hook had stopped it for a reason that its state still gives.
     """
 
@@ -90,6 +90,7 @@ class Session:
             message = f"step {run.step} of {run.total} was done before"
             self.run = run.ask(Request(Kind.END, run.step, Stop("already_completed", message)))
             return
+        self.was_over = self.was_over and not is_done  # there are results to read
         plan, hooks = self._plan(), self.hooks
         del run  # the steps replace its state
         log = Log(plan, self.feed, hooks, peers, self.series)
@@ -142,7 +143,7 @@ class Session:
         kind, message = broadcast_from_first(reason, self.peers.group)
         if not message or run.requests.has(Kind.STOP):
             return run
-        self.was_over = self.was_over or run.step == run.resumed
+        self.was_over = self.was_over or run.resumed == run.step != run.total
         return run.ask(Request(Kind.STOP, run.step, Stop(kind, message), by_hook=True))
 
     def _read_elsewhere(
