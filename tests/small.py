@@ -56,6 +56,28 @@ def batches(size=4, **options):
     return sf.batches(examples(), size, **{"seed": 0, **options})
 
 
+class Counter:
+    """A stream of {"x"}, numbers from 0, that knows its position."""
+
+    def __init__(self, count):
+        self.count, self.next = count, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == self.count:
+            raise StopIteration
+        self.next += 1
+        return {"x": np.int64(self.next - 1)}
+
+    def get_state(self):
+        return self.next
+
+    def set_state(self, state):
+        self.next = state
+
+
 def ones(shape=(), dtype=np.float32):
     """Return an array without compiling, which modules should not do while they are imported."""
     return jax.device_put(np.ones(shape, dtype))

@@ -124,6 +124,7 @@ def curves(result):
     return {name: (curve.steps, [*curve]) for name, curve in result.history.items()}
 
 
+@pytest.mark.filterwarnings("ignore:.* steps wait for")  # the other process may be late
 @pytest.mark.parametrize("is_cut", full_but([True], [False, True]))
 def test_the_history_is_that_of_a_run_which_evaluates_itself(tmp_path, is_cut, count):
     kills = cuts = 0

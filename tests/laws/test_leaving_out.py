@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.small import Counter
 
 import stepfold as sf
 
@@ -18,28 +19,6 @@ from .test_replay import run as run_loss
 pytestmark = pytest.mark.not_optimized
 
 MOST = 40  # batches of an endless pipeline that are looked at
-
-
-class Counter:
-    """A stream that knows its position."""
-
-    def __init__(self, count):
-        self.count, self.next = count, 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.next == self.count:
-            raise StopIteration
-        self.next += 1
-        return {"x": np.int64(self.next - 1)}
-
-    def get_state(self):
-        return self.next
-
-    def set_state(self, state):
-        self.next = state
 
 
 @st.composite

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.laws.losing import CutElastic, Losses
 from tests.laws.random_runs import evaluation, first_state, parts_on
 from tests.laws.test_random_runs import (
+    EVERY_4,
     PARTS,
     Found,
     check,
@@ -102,6 +103,21 @@ FOUND = {
     ),
     "a loss after a hook stopped the run, before its evaluations": stopped_before(6),
     "a loss between two evaluations": stopped_before(8),
+    "a loss in the end of a run that cannot go back again": one_run(
+        source={"kind": "mix", "remainder": "drop", "change": 3, "poison": 0, "value": 200.0},
+        task="averaged",
+        elastic=ELASTIC,
+        evaluations=[
+            SimpleNamespace(name=name, every=every, every_epochs=None, at_start=name == "eval")
+            for name, every in (("eval", 5), ("test", 2))
+        ],
+        checkpoints=SimpleNamespace(**vars(EVERY_4) | {"every": None, "best": "eval/loss"}),
+        log_every=3,
+        goes_back=3,
+        replaces=3,
+        reweights=2,
+        calls=[{"hooks": ["a", "b", "c"], "kind": "collection", "losses": [("meet", 52)]}],
+    ),
     "a loss after the last event, which has shown a NaN": one_run(
         elastic=ELASTIC,
         source={"poison": 0, "value": math.nan},

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.small import Counter
 
 import stepfold as sf
 
@@ -14,28 +15,6 @@ pytestmark = pytest.mark.not_optimized
 
 COUNTS = st.sampled_from([0, 1, 2, 5])
 MOST = 12  # batches of an endless pipeline that are looked at
-
-
-class Counter:
-    """A stream that knows its position."""
-
-    def __init__(self, count):
-        self.count, self.next = count, 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.next == self.count:
-            raise StopIteration
-        self.next += 1
-        return {"x": np.int64(self.next - 1)}
-
-    def get_state(self):
-        return self.next
-
-    def set_state(self, state):
-        self.next = state
 
 
 @st.composite

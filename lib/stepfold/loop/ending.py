@@ -125,8 +125,8 @@ class Ending:
         if isinstance(target, Stop):
             kind = Kind.END if run.is_complete else Kind.STOP
             stop = target._replace(message=f"{target.message}; stopped at step {run.step}")
-            run = self._peers.withdraw(run, Kind.GO_BACK, Kind.END)
-            return run.ask(Request(kind, run.step, stop if run.is_complete else target))
+            request = Request(kind, run.step, stop if run.is_complete else target)
+            return self._peers.withdraw(run, Kind.GO_BACK, Kind.END, instead=[request])
         return run._replace(go_back_request=request.reason._replace(to=target))
 
 

@@ -282,9 +282,9 @@ class Alone:
         """Add the requests that came during an event; several processes vote on them sooner."""
         return self.agree(run)
 
-    def withdraw(self, run: Run, *kinds: Kind) -> Run:
-        """Return the run without requests that are done, and vote for them no longer."""
-        return run.without(*kinds)
+    def withdraw(self, run: Run, *kinds: Kind, instead: Sequence[Request] = ()) -> Run:
+        """Return the run with other requests in place of some, for which no process votes again."""
+        return run.without(*kinds).ask(*instead)
 
     def regroup(self, group: Group, run: Run) -> Run:  # noqa: ARG002
         """Continue with the processes that are left."""

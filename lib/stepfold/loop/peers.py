@@ -12,7 +12,7 @@ import math
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -170,9 +170,11 @@ class Several(Alone):
         self._has_event = True
         return run
 
-    def withdraw(self, run: Run, *kinds: Kind) -> Run:
-        self._own = self._own.without(*kinds)
-        return run.without(*kinds)
+    def withdraw(self, run: Run, *kinds: Kind, instead: Sequence[Request] = ()) -> Run:
+        # They follow from what hooks requested, and are forgotten with it.
+        own = [request._replace(by_hook=True) for request in instead]
+        self._own = self._own.without(*kinds).add(*own)
+        return super().withdraw(run, *kinds, instead=instead)
 
     def defer(self, run: Run, error: Exception) -> Run:
         """Take part in the steps of the others until they know of the error.
@@ -207,12 +209,13 @@ class Several(Alone):
         gathered = KeyValues("fit", self.group).gather([*self._own], "the end of its steps")
         # Votes hold only the kinds of requests. These have the reasons too, and replace them.
         run = run.without(*(Kind(kind) for requests in gathered for kind, *_ in requests))
+        own = [request.reason for request in self._own]
         for process, requests in enumerate(gathered):
             for kind, step, reason, by_hook in requests:
                 if kind == Kind.ERROR and self.failed_process is None:
                     self.failed_process = process
                 reason = _read_reason(Kind(kind), reason)
-                if isinstance(reason, Stop) and process != jax.process_index():
+                if isinstance(reason, Stop) and reason not in own:
                     message = f"process {process} stopped: {reason.message}"
                     reason = reason._replace(message=message)
                 run = run.ask(Request(Kind(kind), step, reason, by_hook))
