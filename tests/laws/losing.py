@@ -96,10 +96,8 @@ class CutSegments(Segments):
     def leave(self, error):
         if not isinstance(error, Lost):
             return super().leave(error)
-        self._is_in_event, peers = False, self._session.peers
-        peers._read_inbox()
-        is_asked = bool(self._session.run.requests) or any(each.by_hook for each in peers._own)
-        self._is_due |= is_asked
+        self._is_in_event = False
+        self._is_due |= bool(self._session.run.requests)  # what was agreed on
         used = random_runs.devices_of(self.plan)
         if len(used) > 1:
             self._left = [device for device in self._left if device != used[-1]]

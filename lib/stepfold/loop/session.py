@@ -114,9 +114,10 @@ class Session:
                     call_optional(part, "open", self.run)
             if elsewhere is not None:
                 elsewhere.open(self.run)
-            self.run = self._stop_again(self.run)
-            marks = self.run.marks or (self.feed.mark(self.run.step, self.run.batches_used),)
-            self.run = self.run._replace(hook_states=hooks.get_state(), marks=marks)
+            if not self.run.marks:  # otherwise it repeats steps, and hooks have made their requests
+                mark = self.feed.mark(self.run.step, self.run.batches_used)
+                self.run = self._stop_again(self.run)._replace(marks=(mark,))
+            self.run = self.run._replace(hook_states=hooks.get_state())
             # Each run is the one of this session until the next one.
             for self.run in fold(self.run, self.runner, self.feed, parts, peers):  # noqa: B020
                 pass
