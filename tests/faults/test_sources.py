@@ -149,9 +149,12 @@ import itertools, threading, time
 import numpy as np
 import stepfold as sf
 
+waits = threading.Event()
+
 def slow(after):
     yield from itertools.repeat(np.ones(3), after)
     print("waiting", flush=True)
+    waits.set()
     time.sleep(600)
     yield np.ones(3)
 
@@ -222,7 +225,7 @@ def test_an_interrupt_leaves_an_iterator_that_goes_on(forks):
         *full(
             "with sf.prefetch(slow(1)) as stream: next(stream); time.sleep(0.2)",
             "stream = sf.prefetch(sf.prefetch(slow(3))); next(stream); time.sleep(0.2)",
-            "next(sf.prefetch(slow(1))); time.sleep(0.2)",
+            "s = sf.prefetch(slow(1)); next(s); waits.wait(); del s; time.sleep(0.2)",
         ),
     ],
 )

@@ -31,7 +31,8 @@ def stateful_loss(params, batch, key, model_state):
 
 def loss(params, batch, _key):
     hidden = jnp.tanh(batch["x"] @ params["in"])
-    error = (hidden @ params["out"] - batch["y"]) ** 2
+    predicted = (hidden @ params["out"]).astype(batch["y"].dtype)
+    error = (predicted - batch["y"]) ** 2
     terms = {"fit": sf.mean(error, batch["mask"]), "weight": 1e-2 * (params["out"] ** 2).sum()}
     return terms, {"close": sf.mean(error < 1, batch["mask"])}
 

@@ -144,14 +144,19 @@ def runs(start, folder, events, options):
 
     seen, evaluations, asked = [], [], []
 
+    waits_for_save = {*uses} & {"go back", "fsdp"}  # from which a run may continue after that
+
     class Watch:
         replaces_state = "replace" in uses
         needs_exact_state = replaces_state or "go back" in uses
 
         def __call__(self, event):
             seen.append([event.kind, event.step])
-            while "go back" in uses and event.step == 30 and 20 not in checkpoints.steps():
-                time.sleep(0.05)  # on a busy machine, a save takes longer than ten steps
+            deadline = time.monotonic() + 10  # on a busy machine, a save takes more than ten steps
+            while waits_for_save and event.step == 30 and 20 not in checkpoints.steps():
+                if time.monotonic() > deadline:  # it is not saved at this step
+                    break
+                time.sleep(0.05)
             if event.kind == "train":
                 at(f"log {event.step}")
                 at(f"step {event.step}", 0.02)
