@@ -93,3 +93,9 @@ def test_what_is_no_json_is_refused_with_its_path(value, words):
 def test_a_shape_that_no_memory_holds_is_damage(shape):
     with pytest.raises(ValueError, match="leaf w cannot be"):
         _read_leaf("w", shape, "float32", None)
+
+
+def test_a_step_that_no_checkpoint_can_count_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="step: expected an integer below 2.*got 9223372036854"):
+        sf.save(tmp_path, {"w": np.ones(2)}, step=2**63)
+    assert list(tmp_path.iterdir()) == []

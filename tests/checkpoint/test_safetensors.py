@@ -557,6 +557,13 @@ def test_what_is_broken_is_refused_with_its_name(tmp_path, header, data, length,
     assert text.startswith(f"{file}: expected a whole safetensors file, got one of ")
 
 
+def test_a_dtype_that_numpy_lacks_is_refused_with_its_name(tmp_path):
+    file = tmp_path / "t.safetensors"
+    raw(file, {"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"x")
+    text = refused(file, "expected a dtype of ")
+    assert text.startswith(f"{file}: a: expected a dtype of ")
+
+
 def test_without_the_package_it_is_said_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)

@@ -171,6 +171,15 @@ def test_missing_examples_are_refused():
         SequenceSource(short(list(X))).take(INDICES)
 
 
+def test_a_source_that_has_grown_is_refused():
+    rows = list(X)
+    stream = sf.batches(AtOnce(rows), 2)
+    next(stream)
+    rows.append(X[0])
+    with pytest.raises(sf.DataError, match="expected the 8 examples it had when.*got 9; make new"):
+        next(stream)
+
+
 def test_error_of_the_source_names_the_example():
     with pytest.raises(KeyError) as caught:
         SequenceSource(Loaded({0: X[0], 1: X[1]})).take(np.array([1, 5]))

@@ -304,6 +304,11 @@ def test_a_table_has_path_shape_spec_and_bytes_per_device():
     ]
 
 
+def test_a_table_without_shardings_is_refused():
+    with pytest.raises(sf.ShardingError, match="w: expected a sharding, got None; give plan="):
+        sf.sharding_table({"w": np.ones(3, np.float32)})
+
+
 def test_a_table_of_arrays_says_where_they_are(key):
     arrays = {
         "cut": jax.device_put(jnp.ones((8, 8)), NamedSharding(MESH, P("dp"))),

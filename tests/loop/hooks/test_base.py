@@ -124,6 +124,12 @@ def test_every_hook_is_called_and_the_reasons_are_in_the_order_of_the_list():
     assert seen == [EVENT]
 
 
+@pytest.mark.parametrize("skip", ["two", (3,), (5, 3), (0, 2), 11])
+def test_what_is_no_range_of_steps_to_skip_is_refused(skip):
+    with pytest.raises(sf.ConfigError, match="expected a number of steps up to 10, or a"):
+        dispatch(lambda event: GoBack(skip=skip))
+
+
 def test_the_reason_of_the_first_hook_in_the_list_counts_although_it_is_called_last():
     calls = []
 
