@@ -283,7 +283,7 @@ class Alone:
         return self.agree(run)
 
     def withdraw(self, run: Run, *kinds: Kind, instead: Sequence[Request] = ()) -> Run:
-        """Return the run with other requests in place of some, for which no process votes again."""
+        """Return the run with `instead` in place of requests that are done, and end their votes."""
         return run.without(*kinds).ask(*instead)
 
     def regroup(self, group: Group, run: Run) -> Run:  # noqa: ARG002
@@ -291,7 +291,7 @@ class Alone:
         return run
 
     def forget(self) -> None:
-        """Forget what hooks requested, as they are to see the events after a checkpoint again."""
+        """Forget what hooks requested, since a checkpoint shows them later events again."""
 
     def defer(self, run: Run, error: Exception) -> Run:  # noqa: ARG002
         """Raise an error of user code, or defer it until all processes have stopped."""

@@ -291,7 +291,7 @@ class BaseHook:
             self._stays = True
 
     def stay(self) -> None:
-        """Do not reset at the next `open`, since a run repeats steps and shows no event again."""
+        """Do not reset at the next `open`: a run repeats steps, but shows no event again."""
         self._stays = True
 
 
@@ -409,7 +409,7 @@ class HookDispatcher:
             opened()
 
     def stay(self) -> None:
-        """Leave what checkpoints do not keep of hooks as it is, since no event is shown again."""
+        """Let hooks keep what checkpoints lack of them, since the run shows no event again."""
         for hook in self.hooks if self._was_open else ():
             call_optional(hook, "stay")
 

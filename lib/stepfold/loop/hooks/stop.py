@@ -219,7 +219,7 @@ class stop_early(BaseHook):  # noqa: N801
     def set_state(self, state: Any) -> None:
         best, best_state = (self.best, self.best_step), self.best_state
         super().set_state(state)
-        if (self.best, self.best_step) == best:  # a run repeats steps that a death has cost
+        if (self.best, self.best_step) == best:  # as in a run that repeats steps after a death
             self.best_state = best_state
 
     def still_stops(self) -> Stop | None:
