@@ -13,7 +13,8 @@ from typing import NamedTuple
 import jax
 import pytest
 
-START_PROCESSES = ("os.fork", "os.posix_spawn", "subprocess.Popen", "tests.fork")
+# Not os.posix_spawn, by which `subprocess.Popen` starts processes since Python 3.13.
+START_PROCESSES = ("os.fork", "subprocess.Popen", "tests.fork")
 COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
