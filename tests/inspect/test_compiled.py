@@ -312,7 +312,7 @@ def test_a_call_runs_at_most_two_more_functions_than_a_jitted_one(mesh, form):
         options = {"in_shardings": shardings, "out_shardings": (shardings[0], None)}
     jitted = jax.jit(count_rows, donate_argnums=0, **options)
     counts = []
-    for _ in range(7):
+    for _ in range(40):
         own, (ours, _) = calls(step, ours, batch)
         plain, (theirs, _) = calls(jitted, theirs, batch)
         counts.append((plain, own))
