@@ -99,9 +99,9 @@ looked = pytest.mark.parametrize("looked", [False, True], ids=["at first", "look
 
 @pytest.fixture
 def safe(mesh):
-    """Leave out what ends the process: jax 0.10 on several CPU devices, with a plain jit too."""
+    """Leave out what ends or stops the process: jax 0.10 on several CPU devices, under jit too."""
     if mesh and jax.__version_info__ < (0, 12):
-        pytest.skip("jax 0.10 crashes where several CPU devices are given a donated array")
+        pytest.skip("jax 0.10 crashes or hangs where several CPU devices are given a donated array")
 
 
 def gone(arrays):
@@ -303,6 +303,7 @@ def calls(function, *args):
     return count, made
 
 
+@pytest.mark.usefixtures("safe")
 @pytest.mark.parametrize("form", ["host", "placed"])
 def test_a_call_runs_at_most_two_more_functions_than_a_jitted_one(mesh, form):
     batch, ours, theirs = FORMS[form](on_host(), mesh), born(mesh), born(mesh)
@@ -314,7 +315,9 @@ def test_a_call_runs_at_most_two_more_functions_than_a_jitted_one(mesh, form):
     counts = []
     for _ in range(40):
         own, (ours, _) = calls(step, ours, batch)
+        jax.block_until_ready(ours)  # since many programs at once can hang on eight CPU devices
         plain, (theirs, _) = calls(jitted, theirs, batch)
+        jax.block_until_ready(theirs)
         counts.append((plain, own))
     # Some calls pay for a miss of one of jax's caches, of either; few jitted calls do less.
     plain, own = zip(*counts[2:], strict=True)
