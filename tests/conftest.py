@@ -25,6 +25,7 @@ from xdist.workermanage import WorkerController
 
 TESTS = Path(__file__).parent
 SLOW = ("test_examples.py", "test_guide.py", "test_benchmarks.py")
+DRAWS = ("test_losing.py", "test_random_runs.py")
 
 # A process that a shell starts in the background ignores SIGINT, and so do its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -78,16 +79,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileS
 
 
 class FilesBySetting(LoadFileScheduling):
-    """Give a worker only files of one optimization setting, since a change clears jax's caches."""
+    """Give a worker only files of one optimization setting, since a change clears jax's caches.
+
+    With `--full`, the random runs take minutes, and are divided among the workers.
+    """
 
     def __init__(self, config: pytest.Config, log: object) -> None:
         super().__init__(config, log)
+        self._is_full = config.option.full
         self._settings: dict[WorkerController, bool] = {}
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = super()._split_scope(nodeid)
+        return nodeid if self._is_full and path.endswith(DRAWS) else path
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         tests: Counter[bool] = Counter()
-        for path, unit in self.workqueue.items():
-            tests[is_not_optimized(TESTS.parent / path)] += len(unit)
+        settings = {
+            name: is_not_optimized(TESTS.parent / name.partition("::")[0])
+            for name in self.workqueue
+        }
+        for name, unit in self.workqueue.items():
+            tests[settings[name]] += len(unit)
         workers = Counter(
             self._settings[other]
             for other in self.nodes
@@ -103,7 +116,7 @@ class FilesBySetting(LoadFileScheduling):
                 node.shutdown()  # others run what is left
                 return
             self._settings[node] = setting
-        of_setting = (p for p in self.workqueue if is_not_optimized(TESTS.parent / p) == setting)
+        of_setting = (name for name in self.workqueue if settings[name] == setting)
         self.workqueue.move_to_end(next(of_setting), last=False)
         super()._assign_work_unit(node)
 
@@ -143,16 +156,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in {*chosen}])
         items[:] = chosen
     items.sort(key=lambda item: item.path.parent.name != "processes")
-    items.sort(key=lambda item: item.path.name not in SLOW)
+    items.sort(key=lambda item: item.path.name not in (*SLOW, *DRAWS))
 
 
 def is_in_share(item: pytest.Item, number: int, parts: int) -> bool:
-    """Whether a test does more with `--full`, and belongs to a part of these tests."""
+    """Whether a test does more with `--full`, and belongs to a part of these tests.
+
+    The draws of random runs have parts of their own, which take equally long.
+    """
     is_longer = "count" in getattr(item, "fixturenames", ()) or hasattr(item.obj, "hypothesis")
     always_runs = item.path.name in ("test_examples.py", "test_guide.py")
     if always_runs or not (is_longer or item.get_closest_marker("full")):
         return False
-    return zlib.crc32(item.nodeid.encode()) % parts == number
+    part = item.callspec.params.get("part") if hasattr(item, "callspec") else None
+    return (zlib.crc32(item.nodeid.encode()) if part is None else part) % parts == number
 
 
 @pytest.hookimpl(wrapper=True)

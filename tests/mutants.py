@@ -3,13 +3,13 @@
     python tests/mutants.py --seed 0 --sample 150 --out /tmp/mutants.jsonl
 
 For each mutant that `mutations.py` draws, run the test files that mirror its module, the laws that
-use the module and the other files of the folder, and print what survives. `--root` tests another
-checkout: a seed draws the same mutants there. No checkout is changed, since the mutants are made in
-a copy.
+use the module, the other files of the folder and those tests elsewhere that run the mutated
+statement, and print what survives. `--root` tests another checkout: a seed draws the same mutants
+there. No checkout is changed, since the mutants are made in a copy.
 
-A test file counts if it runs the mutated statement or starts Python processes. A run without
-mutants finds this out, and has to pass. The tests that run the statement come first, and a mutant
-ends with the first failure, or with a timeout if its tests take far longer than usual. With
+Of these files, one counts if it runs the mutated statement or starts Python processes. A run
+without mutants finds this out, and has to pass. The tests that run the statement come first, and a
+mutant ends with the first failure, or with a timeout if its tests take far longer than usual. With
 `--out`, an interrupted run continues; after a change of the tests, name another file. Needs Python
 3.12 and Linux.
 """
@@ -61,7 +61,7 @@ class Tests:
                     self.public |= {alias.name: self.module(node.module) for alias in node.names}
 
     def of(self, path):
-        """List the files that mirror a module, the laws that use it, and the rest of its folder."""
+        """List the files that mirror a module, laws that use it, its folder's, and all others."""
         module, folder = self.lib / path, self.tests / Path(path).parent
         name = f"test_{module.stem.strip('_')}"
         others = {f"test_{other.stem}" for other in module.parent.glob("*.py")} - {name}
@@ -72,7 +72,8 @@ class Tests:
             mirror = {*self.tests.rglob(f"{name}.py"), *users}
         laws = {file for file in self.tests.glob("laws/test_*.py") if path in self.uses(file)}
         rest = {*folder.glob("test_*.py")} - mirror
-        return sorted(mirror), sorted(laws - mirror), sorted(rest)
+        far = {*self.tests.rglob("test_*.py")} - mirror - laws - rest
+        return sorted(mirror), sorted(laws - mirror), sorted(rest), sorted(far)
 
     @functools.cache  # noqa: B019
     def uses(self, file):
@@ -154,7 +155,7 @@ class Order:
 
 
 class Runner:
-    """Run test files against a copy of the library, each file in a forked process."""
+    """Run tests against a copy of the library, in forked processes."""
 
     def __init__(self, root, mutants, work):
         self.root, self.mutants, self.work = root, mutants, work
@@ -170,13 +171,14 @@ class Runner:
         modified = int(mutant.key[:7], 16)  # another for each mutant, since bytecode is kept by it
         os.utime(target, (modified, modified))
         verdict, by, spent, ran = "survived", "", 0.0, 0
-        for file, usual in self.files_for(mutant):
+        for file, usual, is_near in self.files_for(mutant):
             covering = usual["covers"].get(mutant.key, ())
             seconds = {test: usual["seconds"].get(test, 0.0) for test in covering}
+            tests = [file] if is_near else sorted({*covering} - {""})
             limit = 30 + 5 * usual["cpu"]
             for _ in range(2):
                 left = min(limit, BUDGET - spent)
-                code, cpu, by = self.run(file, lib, lambda: Order(seconds), left)
+                code, cpu, by = self.run(tests, lib, lambda: Order(seconds), left)
                 spent, ran = spent + cpu, ran + 1
                 if code in (0, None) or by in seconds:
                     break  # a test that does not run the statement may fail by chance, once
@@ -191,11 +193,16 @@ class Runner:
 
     def files_for(self, mutant):
         """Yield the files that count, the cheap ones first, with what their run was like."""
-        for group in self.files[mutant.path]:
+        groups = self.files[mutant.path]
+        for group in groups:
+            is_near = group is not groups[-1]
             found = [(file, self.run_unmutated(file)) for file in group]
             for file, usual in sorted(found, key=lambda pair: pair[1]["cpu"]):
-                if mutant.key in usual["covers"] or usual["starts_processes"]:
-                    yield file, usual
+                covering = usual["covers"].get(mutant.key, ())
+                # An empty name stands for what a file runs before its tests, such as an import.
+                counts = covering or usual["starts_processes"] if is_near else {*covering} - {""}
+                if counts:
+                    yield file, usual, is_near
 
     def run_unmutated(self, file):
         """Run a file once; return its time and which of its tests run the statements of mutants."""
@@ -207,7 +214,7 @@ class Runner:
                 lib, record = self.copy_lib("lib"), path.with_suffix(".record")
                 make_plugin = functools.partial(Recorder, self.mutants, lib, record)
                 for _ in range(2):  # a loaded machine may fail a test
-                    code, cpu, by = self.run(file, lib, make_plugin, BUDGET)
+                    code, cpu, by = self.run([file], lib, make_plugin, BUDGET)
                     if code == 0:
                         break
                 found = json.loads(record.read_text()) if code == 0 else NOT_RUN | {"failed": by}
@@ -219,8 +226,8 @@ class Runner:
         lib, ignore = self.work / f"{name}-{os.getpid()}", shutil.ignore_patterns("__pycache__")
         return shutil.copytree(self.root / "lib", lib, ignore=ignore, dirs_exist_ok=True)
 
-    def run(self, file, lib, make_plugin, limit):
-        """Run a test file; return its exit code (None after the limit), time and failed test."""
+    def run(self, tests, lib, make_plugin, limit):
+        """Run files or tests; return the exit code (None after the limit), time and failed test."""
         scratch, log = self.work / f"tmp-{os.getpid()}", self.work / f"log-{os.getpid()}"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
@@ -228,7 +235,7 @@ class Runner:
         if process == 0:
             code = 70
             try:
-                code = self.run_pytest(file, str(lib), make_plugin, scratch, log)
+                code = self.run_pytest(tests, str(lib), make_plugin, scratch, log)
             except BaseException:
                 traceback.print_exc()
                 raise
@@ -241,7 +248,7 @@ class Runner:
         )
         return code, cpu, failed[1] if failed else ""
 
-    def run_pytest(self, file, lib, make_plugin, scratch, log):
+    def run_pytest(self, tests, lib, make_plugin, scratch, log):
         os.setsid()
         die_with_parent()
         sys.modules["__main__"] = types.ModuleType(
@@ -261,7 +268,7 @@ class Runner:
         found = importlib.util.find_spec("stepfold").origin
         assert found.startswith(lib), f"the tests would import {found}"
         options = ["-x", "-q", "-n0", "-pno:cacheprovider", "--assert=plain", "--color=no"]
-        arguments = [*options, f"--basetemp={scratch}/pytest", str(file)]
+        arguments = [*options, f"--basetemp={scratch}/pytest", *map(str, tests)]
         return int(pytest.main(arguments, plugins=[make_plugin()]))
 
 

@@ -240,6 +240,15 @@ def test_a_damaged_step_is_set_aside_by_a_marker_and_saved_again(url, server, tm
     assert store.other_names() == ["2.damaged", "2.damaged-2"]
 
 
+def test_a_step_that_goes_meanwhile_is_not_read(folder, monkeypatch):
+    url = file_url(folder)
+    sf.save(url, state(1), step=1)
+    monkeypatch.setattr(bucket.BucketStore, "steps", lambda store: [1, 2])
+    assert sf.restore(url, like()).step == 1
+    with pytest.raises(sf.CheckpointError, match="got none: each was deleted before it was read"):
+        sf.restore(url, like(), step=2)
+
+
 def test_a_commit_of_a_newer_version_is_not_read_and_not_removed(folder):
     url = file_url(folder)
     for step in (1, 2):

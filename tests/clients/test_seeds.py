@@ -697,6 +697,8 @@ def test_outputs_by_position_in_the_order_of_either_document():
         len,
     )
     assert TrainerConfigureModelOutput(init, state).to_dict().items() >= {"state": state}.items()
+    mapping = {"step": 0}  # which has a method `update`, as an optimizer has
+    assert TrainerConfigureModelOutput(init, mapping).state is mapping
     of_model = TrainerConfigureModelOutput(init, tx, schedule, {"layers": 1})
     assert (of_model.tx, of_model.scheduler, of_model.config) == (tx, len, {"layers": 1})
     loaders = TrainerConfigureDataloaderOutput([1], [2])

@@ -7,7 +7,9 @@ import pytest
 from tests.small import full_but, ones
 
 import stepfold as sf
+from stepfold import tree
 from stepfold.core.check import _hash
+from stepfold.core.metrics import DifferentLeaves
 
 
 def step(state, batch):
@@ -55,6 +57,15 @@ def test_a_hand_made_state_and_a_weak_result_are_taken():
     state, metrics = jax.jit(sf.check_step(weak))({"step": 0, "rate": 1.0}, None)
     assert (int(state["step"]), float(state["rate"])) == (1, 0.5)
     assert metrics["corrupt"].paths(state) == []
+
+
+def test_leaves_beyond_one_word_of_bits_are_named():
+    many = lambda state, batch: ({name: leaf + 1 for name, leaf in state.items()}, {})
+    state = {"step": 0} | {f"w{i:02}": np.float32(i) for i in range(69)}
+    after, metrics = jax.jit(sf.check_step(many))(state, None)
+    assert metrics["corrupt"].paths(after) == []
+    words = DifferentLeaves.from_mask(np.arange(70) % 33 == 1).words
+    assert tree.marked_paths(after, words) == ["w00", "w33", "w66"]
 
 
 @pytest.mark.parametrize(

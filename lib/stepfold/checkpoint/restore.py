@@ -181,6 +181,7 @@ def restore_from(
         if not isinstance(error, ForeignError):
             skipped.append((store, number, problem))
     problems = "; ".join(f"step {number}: {lines[0]}" for number, lines in damaged.items())
+    problems = problems or "each was deleted before it was read"
     refuse(stores[0].location, "a good checkpoint", f"none: {problems}", kind=CheckpointError)
 
 
