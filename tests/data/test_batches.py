@@ -328,6 +328,13 @@ def test_transform_with_two_arguments_gets_a_generator(function, draws):
     assert (len(set(drawn.tolist())) == 2) is draws
 
 
+def test_draws_of_a_transform_do_not_change_between_versions():
+    # A resumed run would have other batches.
+    stream = batches(np.arange(4), 4, seed=3, transform=lambda x, rng: (x, rng.integers(1000)))
+    drawn = [np.asarray(next(stream)).tolist() for _ in range(2)]
+    assert drawn == [[[0, 1, 3, 2], [114, 527, 983, 187]], [[1, 0, 3, 2], [438, 146, 162, 144]]]
+
+
 # Processes
 
 

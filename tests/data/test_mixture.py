@@ -25,6 +25,13 @@ def which(mixture, first, last):
     return mixture.locate(np.arange(first, last))[0]
 
 
+def test_orders_do_not_change_between_versions():
+    # A resumed run would have other batches.
+    mixture = mix([(np.arange(5), 1), (10 + np.arange(7), 2)], seed=3)
+    order = [16, 0, 14, 10, 1, 12, 15, 3, 11, 13, 2, 10, 16, 4, 15, 13, 1, 14, 11, 0, 12, 14, 3, 13]
+    assert [int(mixture[index]) for index in range(24)] == order
+
+
 @given(WEIGHTS, st.integers(1, 40), st.integers(0, 50))
 def test_batches_of_a_mixture_are_its_examples_in_order(weights, size, step):
     sources = named([3, 50, 7, 1, 20])

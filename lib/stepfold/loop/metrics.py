@@ -220,8 +220,6 @@ def _mean(metric: Any, add: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
     totals = [add(term.total) for term in metric.terms.values()]
     means = [_divide(total, count) for total, count in zip(totals, counts, strict=True)]
     seen = [np.not_equal(count, 0) for count in counts]
-    if len(means) == 1:  # most losses have one term
-        return np.where(seen[0], means[0], np.nan)
     return np.where(np.any(seen, 0), np.where(seen, means, 0).sum(0), np.nan)
 
 
