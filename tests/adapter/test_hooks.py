@@ -36,6 +36,9 @@ def test_skipped_steps_in_a_row_are_counted_over_events_and_a_resume():
     assert stop.kind == "nonfinite"
     message = "the loss or a gradient was not finite in step 5, which was skipped"
     assert str(stop) == f"{message}, the last of 3 in a row"
+    hook.reset(0)  # as a run from a checkpoint without its state does
+    assert hook(event(2, [1, 1])) is None
+    assert hook(event(3, [1])) is not None
     assert StopOnSkipped()(sf.Event(5, None, {}, None)) is None
 
 

@@ -77,6 +77,14 @@ def test_due_steps_are_saved_and_kept_until_their_result_is_read(tmp_path):
     assert sf.Checkpoints(tmp_path / "checkpoints").steps()[-3:] == [8, 10, 12]
 
 
+def test_a_run_without_the_evaluation_lets_the_steps_go(tmp_path):
+    series = sf.Checkpoints(tmp_path / "checkpoints")
+    fit(tmp_path, steps=4)
+    assert series.steps() == [2, 4]
+    fit(tmp_path, evaluation=())
+    assert series.steps() == [2, 12]  # one for an evaluation and one of the schedule, as `keep=1`
+
+
 def test_the_newest_result_lets_the_older_steps_go(tmp_path):
     hook = At(tmp_path, [7], steps="newest")
     run = fit(tmp_path, hook)
