@@ -108,10 +108,11 @@ class Log:
 
     def _show(self, run: Run, interval: Interval, kind: str) -> Run:
         feed, peers = self._feed, self._peers
+        leaves, structure = jax.tree.flatten(run.state)
         event = Event(
             **interval._asdict(),
             total=run.total,
-            state=jax.tree.map(lambda leaf: leaf, run.state),  # hooks may change its containers
+            state=jax.tree.unflatten(structure, leaves),  # hooks may change its containers
             batch=run.batch,
             data_wait_seconds=feed.wait_seconds,
             kind=kind,
