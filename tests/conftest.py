@@ -25,7 +25,7 @@ from xdist.workermanage import WorkerController
 
 TESTS = Path(__file__).parent
 SLOW = ("test_examples.py", "test_guide.py", "test_benchmarks.py")
-DRAWS = ("test_losing.py", "test_random_runs.py")
+LONG = ("test_losing.py", "test_random_runs.py", "test_kills.py", "test_evaluating_elsewhere.py")
 
 # A process that a shell starts in the background ignores SIGINT, and so do its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -81,7 +81,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileS
 class FilesBySetting(LoadFileScheduling):
     """Give a worker only files of one optimization setting, since a change clears jax's caches.
 
-    With `--full`, the random runs take minutes, and are divided among the workers.
+    With `--full`, single tests take minutes. Then the tests of a long file are divided among the
+    workers, and a worker whose setting is done changes it.
     """
 
     def __init__(self, config: pytest.Config, log: object) -> None:
@@ -91,7 +92,7 @@ class FilesBySetting(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         path = super()._split_scope(nodeid)
-        return nodeid if self._is_full and path.endswith(DRAWS) else path
+        return nodeid if self._is_full and path.endswith(LONG) else path
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         tests: Counter[bool] = Counter()
@@ -112,7 +113,7 @@ class FilesBySetting(LoadFileScheduling):
             setting = max(
                 tests, key=lambda one: (not workers[one], tests[one] / (workers[one] + 1))
             )
-            if node in self._settings and workers[setting]:
+            if node in self._settings and workers[setting] and not self._is_full:
                 node.shutdown()  # others run what is left
                 return
             self._settings[node] = setting
@@ -156,7 +157,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in {*chosen}])
         items[:] = chosen
     items.sort(key=lambda item: item.path.parent.name != "processes")
-    items.sort(key=lambda item: item.path.name not in (*SLOW, *DRAWS))
+    items.sort(key=lambda item: item.path.name not in (*SLOW, *LONG))
 
 
 def is_in_share(item: pytest.Item, number: int, parts: int) -> bool:
