@@ -2,28 +2,29 @@
 
 The plain run is `make_train_step` and `fit` in one process. The other one has ordered gradients of
 a state that is sharded over two processes, meets damaged batches, goes back to a checkpoint and
-skips them, and then loses a process and continues on the other. Its loss is a cross-entropy without
-logits, and its optimizer state is in bfloat16. Both see the same batches, except those that are
-damaged.
+skips them, and then loses a process; the same command starts both again, which resume. Its loss is
+a cross-entropy without logits, and its optimizer state is in bfloat16. Both see the same batches,
+except those that are damaged.
 """
 
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
-import warnings
+import time
 from pathlib import Path
 
-import elastic
 import jax
 import nanogpt
 import numpy as np
 
 import stepfold as sf
 
-LAYERS, WIDTH, BATCH, STEPS, HEARTBEAT = 2, 32, 16, 300, 30
+LAYERS, WIDTH, BATCH, STEPS, PROCESSES = 2, 32, 16, 300, 2
 PARTS = (
     "ordered gradients",
     "going back",
@@ -77,55 +78,80 @@ def optimizer(steps, mesh=None):
     return sf.low_precision(nanogpt.optimizer(steps, clip))
 
 
-def eventful(seed, steps, folder):
-    """Train in this process of two; process 1 is killed after three quarters of the steps."""
+def eventful(seed, steps, folder, attempt):
+    """Train in this process of two; process 1 is killed after three quarters of the steps, once."""
     weights, key = nanogpt.draw(seed, LAYERS, WIDTH), jax.random.key(seed)
     shape = jax.eval_shape(lambda: sf.init_state(weights, optimizer(steps), key))
 
-    def build(devices):
-        mesh = sf.make_mesh((1, len(devices), 1, 1), devices=devices)
-        plan = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
-        tx = optimizer(steps, mesh)
-        return sf.make_train_step(linear_loss, tx, grad=sf.ordered(plan)), plan
+    mesh = sf.make_mesh((1, jax.device_count(), 1, 1))
+    plan, tx = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1)), optimizer(steps, mesh)
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
     def lose_a_process(event):
-        if event.step >= steps * 3 // 4 and jax.process_index() == 1:
+        if event.step >= steps * 3 // 4 and jax.process_index() == 1 and attempt == 0:
             threading.Timer(0.05, die).start()  # in a later step
 
-    run = sf.Elastic(build, replicas=1)
     half = steps // 2
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = sf.fit(
-            run,
-            sf.init_state(weights, optimizer(steps), key, sharding=run.plan),
-            pieces(seed, steps, damaged=(half, half + 1)),
-            steps=steps,
-            evaluation=evaluation(),
-            run_dir=folder,
-            checkpoints=sf.Checkpoints(every=steps // 6),
-            hooks=[sf.roll_back_on_spike(window=steps // 12, skip=2), lose_a_process],
-        )
+    result = sf.fit(
+        sf.make_train_step(linear_loss, tx, grad=sf.ordered(plan)),
+        sf.init_state(weights, optimizer(steps), key, sharding=plan),
+        pieces(seed, steps, damaged=(half, half + 1)),
+        steps=steps,
+        evaluation=evaluation(),
+        run_dir=folder,
+        checkpoints=sf.Checkpoints(every=steps // 6),
+        hooks=[sf.roll_back_on_spike(window=steps // 12, skip=2), lose_a_process],
+    )
     record = json.loads(Path(folder, "run.json").read_text())
-    died = [str(warning.message) for warning in caught if "died" in str(warning.message)]
     return {
         "loss": result.history["validation/loss"][-1],
-        "died": died,
+        "resumed": result.resumed,
         "skipped": [entry["skipped"] for entry in record["rollbacks"]],
     }
 
 
 def everything(seed, steps=STEPS):
-    """Train in two processes with everything on."""
+    """Train in two processes with everything on; start them again when one has died."""
+    died, result = [], None
     with tempfile.TemporaryDirectory() as folder:
-        found = elastic.start("eventful", 2, seed, steps, folder, file=__file__)
-    return found | {"parts": [*PARTS]}
+        while result is None and len(died) < 2:
+            lost, result = start_all(seed, steps, folder, len(died))
+            died += [] if lost is None else [f"process {lost} died; all were started again"]
+    if result is None:
+        sys.exit(f"everything: {died}")
+    return result | {"died": died, "parts": [*PARTS]}
+
+
+def start_all(*args):
+    """Run `eventful` in all processes; return which died first, if any, and what 0 returned."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    with tempfile.TemporaryFile("w+") as output:
+        running = [
+            subprocess.Popen(
+                [sys.executable, __file__, f"localhost:{port}", str(rank), json.dumps(args)],
+                stdout=output if rank == 0 else subprocess.DEVNULL,
+            )
+            for rank in range(PROCESSES)
+        ]
+        while any(process.poll() is None for process in running):
+            if any(process.poll() for process in running):
+                break
+            time.sleep(0.1)
+        lost = next((i for i, process in enumerate(running) if process.poll()), None)
+        for process in running:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        lines = output.read().splitlines()
+    return lost, json.loads(lines[-1]) if lost is None else None
 
 
 if __name__ == "__main__":
-    coordinator, count, rank, arguments = sys.argv[3:]  # after "--process eventful"
-    elastic.join(coordinator, int(count), int(rank), HEARTBEAT)
+    coordinator, rank, arguments = sys.argv[1:]
+    jax.config.update("jax_num_cpu_devices", 1)
+    sf.start_distributed(coordinator, PROCESSES, int(rank))
     print(json.dumps(eventful(*json.loads(arguments))))

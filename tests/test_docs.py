@@ -24,7 +24,7 @@ SLOW = {  # whose examples compile most
     *("stepfold.core.cross_entropy", "stepfold.core.ema", "stepfold.core.gradients"),
     *("stepfold.core.precision", "stepfold.core.step", "stepfold.sharding.ordered"),
     *("stepfold.inspect.choose", "stepfold.inspect.report"),
-    *("stepfold.loop.elastic", "stepfold.loop.fold", "stepfold.loop.replay.rerun"),
+    *("stepfold.loop.fold", "stepfold.loop.replay.rerun"),
     *("stepfold.adapter.from_arguments", "stepfold.adapter.hezar", "stepfold.adapter.qurious"),
     *("stepfold.adapter.trainer", "stepfold.checkpoint.names", "stepfold.checkpoint.series"),
     *("stepfold.core.loss", "stepfold.core.spikes", "stepfold.data.workers"),

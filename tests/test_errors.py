@@ -51,6 +51,14 @@ def test_a_renamed_function_gives_its_new_name(old, new):
     assert old not in dir(stepfold)
 
 
+def test_a_removed_class_says_what_to_write():
+    says = "stepfold: Elastic is gone; .*`python -m stepfold launch`.*temporary=Temporary"
+    with pytest.raises(AttributeError, match=says):
+        _ = stepfold.Elastic
+    with pytest.raises(ImportError, match=says):
+        exec("from stepfold import Elastic", {})
+
+
 def test_an_unknown_name_is_not_there():
     with pytest.raises(AttributeError, match="module 'stepfold' has no attribute 'missing'"):
         _ = stepfold.missing

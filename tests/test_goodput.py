@@ -40,30 +40,24 @@ def test_the_best_interval_is_youngs(goodput):
     assert 1 - at_best == pytest.approx(lost, rel=0.1)
 
 
-def test_spares_have_the_goodput_of_restarts_from_attempts(goodput):
-    # With enough spares and no shared failures, all but 1 in 16,384 failures repeat one attempt.
+def test_restarts_from_memory_have_the_goodput_of_restarts_from_attempts(goodput):
     hosts, interval, t = 16384, 1200, goodput.TIMES
     mean = goodput.DAY / (goodput.RATE * hosts)
     attempt = math.sqrt(2 * t.copy * mean)
     stops = (attempt + t.copy) * (interval + t.save) / interval - attempt
-    each = goodput.exact(mean, attempt, stops, t.heartbeat + t.rebuild + t.load)
-    policy = goodput.Policy(elastic=True, spares=1000)
-    assert 2 * goodput.simulate(policy, hosts, interval, shared=0) == pytest.approx(each, rel=0.01)
+    each = goodput.exact(mean, attempt, stops, t.heartbeat + t.start + t.load + t.fetch + t.wait)
+    simulated = goodput.simulate(goodput.Policy(outlive=True), hosts, interval, shared=0)
+    assert simulated == pytest.approx(each, rel=0.01)
 
 
-def test_a_run_without_spares_is_slower_by_the_hosts_that_it_lacks(goodput):
-    # Failures are rare enough that only the lower speed counts: half a day for each lost host.
-    hosts, interval, free = 1024, 3600, goodput.Times(*[0.0] * 12)
-    times = free._replace(copy=1e-6, rejoin=goodput.DAY)
-    policy = goodput.Policy(elastic=True)
-    simulated = goodput.simulate(policy, hosts, interval, times=times, rate=0.02, shared=0)
-    assert 1 - simulated == pytest.approx(0.02 / 2, rel=0.1)
-
-
-def test_going_on_saves_nothing_if_all_failures_are_shared(goodput):
-    lost = [
-        1 - goodput.simulate(goodput.POLICIES[name], 2048, 1200, shared=shared)
-        for name, shared in [("spares", 1), ("restart", 1), ("spares", 0), ("restart", 0)]
+def test_spares_save_the_wait_for_a_host(goodput):
+    hosts, interval, t = 2048, 1200, goodput.TIMES
+    mean = goodput.DAY / (goodput.RATE * hosts)
+    lost = goodput.exact(mean, interval, t.save, t.heartbeat + t.start + t.load + t.restore)
+    enough = goodput.Policy(spares=1000)
+    assert 2 * goodput.simulate(enough, hosts, interval, shared=0) == pytest.approx(lost, rel=0.01)
+    all_shared = [
+        goodput.simulate(policy, hosts, interval, shared=1)
+        for policy in (goodput.Policy(), goodput.Policy(spares=4))
     ]
-    assert lost[0] == pytest.approx(lost[1], abs=0.02)
-    assert lost[2] < lost[3] / 2
+    assert all_shared[0] == pytest.approx(all_shared[1], rel=0.01)

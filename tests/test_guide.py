@@ -187,7 +187,6 @@ FEATURES = {
     "pack": "recipes/data.md",
     "evaluate_run": "recipes/metrics.md",
     "predict": "recipes/using.md",
-    "Elastic": "ideas/losing-a-process.md",
     "fit": "recipes/clusters.md",  # its compilation cache
     "Report": "recipes/largest-model.md",
     "choose_remat": "recipes/devices.md",

@@ -41,7 +41,6 @@ from stepfold.errors import (
 from stepfold.inspect.choose import choose, choose_remat
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.inspect.report import Report, describe, parameter_table
-from stepfold.loop.elastic import Elastic
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.evaluator import RunEvaluation, evaluate_run
 from stepfold.loop.fit import FitResult, fit
@@ -88,7 +87,6 @@ __all__ = [
     "ConfigError",
     "Contents",
     "DataError",
-    "Elastic",
     "EvalFn",
     "Evaluation",
     "Event",
@@ -203,17 +201,20 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Give the new name of a renamed one."""
+    """Say what to write in place of a name that is gone."""
     import inspect
 
-    renamed = {
-        "average": "average_checkpoints",
-        "stop_after": "fit(time_limit=…)",
-        "value_and_grad": "make_grad",
+    gone = {
+        "Elastic": "is gone; give fit the step itself, and start the script with `python -m "
+        "stepfold launch`, which starts all processes again when one dies; they resume from "
+        "Checkpoints(temporary=Temporary(directory, every=…, replicas=1))",
+        "average": "is now average_checkpoints",
+        "stop_after": "is now fit(time_limit=…)",
+        "value_and_grad": "is now make_grad",
     }
-    if name not in renamed:
+    if name not in gone:
         raise AttributeError(f"module 'stepfold' has no attribute {name!r}")
     # `from stepfold import x` hides an AttributeError, and with it the new name.
     caller = inspect.currentframe().f_back  # type: ignore[union-attr]
     imports = caller is not None and "importlib" in caller.f_globals.get("__name__", "")
-    raise (ImportError if imports else AttributeError)(f"stepfold: {name} is now {renamed[name]}")
+    raise (ImportError if imports else AttributeError)(f"stepfold: {name} {gone[name]}")

@@ -101,10 +101,10 @@ def test_a_function_of_devices_makes_the_plans_of_all_and_runs_with_the_choice()
     limit = choice.report.memory.peak - 1
     choice = sf.choose(build, SHAPE, BATCH, [*layouts, SPLIT], devices=devices, limit=limit)
     assert (choice.arguments, choice.report.devices) == (SPLIT, 4)
-    elastic = sf.Elastic(functools.partial(build, **choice.arguments))
-    state = sf.init_state(init, TX, jax.random.key(0), sharding=elastic.plan)
+    step, plan = build(devices, **choice.arguments)
+    state = sf.init_state(init, TX, jax.random.key(0), sharding=plan)
     batches = sf.batches(jnp.ones((512, 64)), 512, seed=0)
-    assert sf.fit(elastic, state, batches, steps=2).steps == 2
+    assert sf.fit(step, state, batches, steps=2).steps == 2
 
 
 @pytest.mark.parametrize(

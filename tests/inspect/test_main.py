@@ -27,8 +27,6 @@ def build(devices, **options):
     step = sf.make_train_step(lambda params, x, key: sf.mean((x @ params) ** 2), tx, **options)
     return step, sf.make_sharding(state, sf.make_mesh(devices=devices))
 
-elastic = sf.Elastic(build)
-
 def make(devices):
     step, plan = build(devices)
     return step, state, batch, plan
@@ -65,7 +63,7 @@ def script(tmp_path, monkeypatch):
     sys.modules.pop("sizes", None)
 
 
-@pytest.mark.parametrize("function", ["build", "elastic", "make"])
+@pytest.mark.parametrize("function", ["build", "make"])
 def test_it_describes_the_step_for_the_devices_here(script, capsys, function):
     assert main([f"{script}:{function}"]) == 0
     printed = capsys.readouterr().out

@@ -235,7 +235,6 @@ def build(devices):
 def build_here(devices):
     return build(jax.devices())
 
-elastic = sf.Elastic(build)
 _, state, batch, _ = make(jax.devices())
 """
 
@@ -244,7 +243,7 @@ def test_the_command_describes_a_step_on_a_slice(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     path = tmp_path / "tpu_script.py"
     path.write_text(SCRIPT)
-    for name in ("make", "build", "elastic"):
+    for name in ("make", "build"):
         assert main([f"{path}:{name}", "--on", "v5e:4x4"]) == 0
         printed = capsys.readouterr().out
         assert printed.startswith("a step on 16 TPU v5 lite devices (fsdp 16)\n65.5 k parameters, ")

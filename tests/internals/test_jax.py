@@ -15,11 +15,8 @@ from stepfold.internals import jax as internals
 from stepfold.internals.jax import (
     can_run,
     compilation_key,
-    enable_recoverability,
     evaluate_outputs,
     is_readable_program,
-    is_recoverable,
-    live_processes,
     output_shardings,
     thread_contexts,
     used_inputs,
@@ -53,19 +50,12 @@ def test_without_a_service_there_is_none():
 class Service:
     key_value_set = key_value_dir_get = key_value_delete = key_value_increment = None
 
-    def get_live_nodes(self, processes):
-        return dict.fromkeys(processes, 7)
-
 
 @pytest.fixture
 def service(monkeypatch):
     jax.devices()  # the backend would use the service, and is initialized once
     monkeypatch.setattr("jax._src.distributed.global_state.client", Service())
     return Service
-
-
-def test_live_processes_are_those_of_the_service(service):
-    assert live_processes((0, 2)) == {0: 7, 2: 7}
 
 
 @pytest.mark.parametrize("name", ["global_state", *internals._SERVICE_METHODS])
@@ -78,22 +68,6 @@ def test_processes_cannot_agree_without_the_service(service, monkeypatch, name):
     says = f"^jax: expected a release with .*{name}.*, through which processes agree, got jax .*;"
     with pytest.raises(sf.ConfigError, match=says):
         KeyValues("name")
-
-
-def test_no_elastic_run_without_the_live_processes(service, monkeypatch):
-    monkeypatch.delattr(service, "get_live_nodes")
-    with pytest.raises(sf.ConfigError, match="a release with the method get_live_nodes .*Elastic"):
-        live_processes((0, 1))
-
-
-def test_no_elastic_run_without_the_setting(monkeypatch):
-    assert not is_recoverable()
-    update = jax.config.update
-    gone = types.SimpleNamespace(update=lambda name, value: update(f"{name}_gone", value))
-    monkeypatch.setattr(jax, "config", gone)
-    assert not is_recoverable()
-    with pytest.raises(sf.ConfigError, match="with the setting jax_enable_recoverability"):
-        enable_recoverability()
 
 
 # Programs

@@ -132,12 +132,11 @@ def first_state(task):
 
 
 @functools.cache
-def step_of(task, kind, grad=None):
+def step_of(task, kind):
     """Make a step; `fit` keeps its programs on the function, and so do all draws of a process."""
     tx, is_stateful, skips = TASKS[task]
     loss = functools.partial(loss_fn, kind)
-    options = {"stateful": is_stateful, "skip_nonfinite": skips}
-    return sf.make_train_step(loss, tx, **options, **({} if grad is None else {"grad": grad}))
+    return sf.make_train_step(loss, tx, stateful=is_stateful, skip_nonfinite=skips)
 
 
 @functools.cache
@@ -149,33 +148,6 @@ def jitted(step):
 def eval_step(task):
     loss = functools.partial(loss_fn, "averages")
     return jax.jit(sf.make_eval_step(loss, stateful=TASKS[task][1]))
-
-
-# The step and the plan for some devices
-
-
-def devices_of(plan):
-    return [*jax.tree.leaves(plan)[0].mesh.devices.flat]
-
-
-def parts_on(elastic, task, kind, devices):
-    """Build the step and the plan for those of the first devices that are left."""
-    used = [device for device in jax.devices()[: elastic.devices] if device in devices]
-    step, plan = _parts_on(elastic.axis, elastic.is_ordered, task, kind, tuple(used))
-    return jitted(step) if elastic.is_jitted else step, plan
-
-
-def parts_on_one(elastic, task, kind):
-    return _parts_on(elastic.axis, elastic.is_ordered, task, kind, (jax.devices()[0],))
-
-
-@functools.cache
-def _parts_on(axis, is_ordered, task, kind, devices):
-    count = 1 << len(devices).bit_length() - 1
-    mesh = sf.make_mesh((count,), (axis,), devices=devices[:count])
-    plan = sf.make_sharding(_shape(task), mesh, sf.fsdp(min_size=1))
-    grad = sf.ordered(plan, blocks=8) if is_ordered else None
-    return step_of(task, kind, grad), plan
 
 
 # Data
@@ -289,13 +261,10 @@ class Data:
 class Cut:
     """Raise, signal or crash at one place, once; `fit` and the reference each have one."""
 
-    def __init__(self, place=None, action=None, crash=None, losses=None):
+    def __init__(self, place=None, action=None, crash=None):
         self.place, self.action, self._crash, self.fit = place, action, crash, None
-        self._losses = losses
 
     def __call__(self, *place):
-        if self._losses is not None:
-            self._losses(*place)
         if place != self.place:
             return
         self.place = None
@@ -310,8 +279,6 @@ class Cut:
             signal.raise_signal(number)
         elif self.action == "save":
             self.fit.is_save_requested = True
-        elif self.fit.call.several:
-            self.fit.is_received = True
         else:
             self.fit.is_signaled = True
             if place[0] in ("pull", "evaluate"):
@@ -425,9 +392,6 @@ class CutBatches:
     def without(self, ranges):
         return CutBatches(self._batches.without(ranges), self._cut, self._start)
 
-    def shared(self, share):
-        return CutBatches(self._batches.shared(share), self._cut, self._start)
-
 
 def copy_as_killed(folder, other):
     """Copy what a killed process leaves; its lock is that of a dead process then.
@@ -452,7 +416,7 @@ class OwnPart:
         self.every, self.seen, self.last = every, seen, None
 
     def open(self, run):
-        self.last = None  # the run may repeat steps
+        self.last = None  # the run may go back
 
     def next(self, run):
         return run.step + self.every - run.step % self.every
@@ -543,10 +507,6 @@ def read_skips(folder):
 
 
 def known_warnings(caught):
-    """Return the parts of warnings that the reference knows; those of losses are no difference."""
+    """Return the parts of warnings that the reference knows."""
     messages = [str(warning.message) for warning in caught]
-    return [
-        next((text for text in WARNINGS if text in message), message)
-        for message in messages
-        if "; the run continues from step" not in message
-    ]
+    return [next((text for text in WARNINGS if text in message), message) for message in messages]

@@ -27,19 +27,12 @@ class Crash(BaseException):
     """The process was killed."""
 
 
-class Forgotten(BaseException):
-    """Devices have died, and with them the copies of the state in memory."""
-
-
 class Fit:
-    """The fold; `call.several` says that requests take effect only by the votes of processes."""
-
     def __init__(self, call, directory):
         self.call, self.directory, self.warnings, self.resumed = call, directory, [], None
         self.is_signaled = self.is_save_requested = self.was_complete = self.saw_event = False
         self.saved = self.stop = None
-        self.is_received, self.asked = False, []  # what the next vote is about
-        call.cut.fit = self  # sets the first two, or `is_received`
+        call.cut.fit = self  # sets the first two
 
     def __call__(self):
         call, directory = self.call, self.directory
@@ -61,13 +54,12 @@ class Fit:
         if found:
             self.restore(found[max(found)])
         try:
-            while (is_done := self.try_fold()) is not True:
-                self.restore(self.newest() if is_done is None else self.go_back())
+            while not self.fold():
+                self.restore(self.go_back())
             self.stop = "nonfinite" if self.found_nonfinite else self.stop
         except Exception:
             self.run.is_complete, self.stop = False, "error"
-            if not call.several:
-                self.save()
+            self.save()
             raise
         finally:
             rows = self.run.rows
@@ -76,16 +68,6 @@ class Fit:
             self.warnings.append("nothing was trained")
         return self
 
-    def try_fold(self):
-        try:
-            return self.fold()
-        except Forgotten:
-            return None
-
-    def newest(self):
-        found = {**self.directory.temporary, **self.directory.permanent}
-        return found[max(found)]
-
     def restore(self, saved):
         names = [hook.name for hook in self.call.hooks]
         self.run, self.resumed, self.was_complete = copy.copy(saved), saved.step, saved.is_complete
@@ -93,7 +75,7 @@ class Fit:
         self.run.state = self.call.place(saved.state)
         self.data = self.call.data(self.directory.skips, saved.changes)
         self.run.total = self.call.total(self.data, self.run, saved)
-        self.saved, self.saw_event, self.asked = None, False, []
+        self.saved, self.saw_event = None, False
 
     def fold(self):
         """Run to the end, or return False to go back."""
@@ -102,7 +84,7 @@ class Fit:
             self.stop = "already_completed"
             return True
         if run.stop is None and any(h.has_enough(run.hooks.get(h.name, 0)) for h in call.hooks):
-            run.stop = run.step, "hook"  # no vote: all processes have restored the same
+            run.stop = run.step, "hook"
             self.was_complete |= self.resumed == run.step != run.total
         if run.step > 0:  # what an exception interrupted
             self.log(run.step if self.reads(run.step) else run.step - call.delay)
@@ -124,7 +106,6 @@ class Fit:
                 run.open = (*run.open, metrics)
             self.boundary()
             self.log(run.step - call.delay)
-            self.vote()
             self.take_effect()
             if self.is_save_requested and self.stop is None:
                 self.log(run.step)
@@ -165,7 +146,7 @@ class Fit:
         while len(batches) < call.steps_per_call and not self.is_signaled:
             step, used = run.step + len(batches), run.used + len(batches)
             is_due = self.is_log_point(step) or self.reads(step) or step in delayed
-            is_due |= any(each and step % each == 0 for each in (call.attempt, call.part))
+            is_due |= bool(call.part) and step % call.part == 0
             if batches and (is_due or used in data.size_changes):
                 break
             try:
@@ -202,15 +183,11 @@ class Fit:
             self.save(permanent=is_best, is_requested=is_best)
 
     def finish(self):
-        self.vote()
         run, is_interrupted = self.run, self.is_signaled
         run.is_complete = run.is_complete or run.step == run.total
         if run.is_complete and not is_interrupted:
             self.close_interval()
         self.log(run.step)
-        if self.call.several:
-            self.vote()
-            is_interrupted = self.is_signaled
         if self.goes_back():
             return False
         if not run.is_complete:
@@ -221,8 +198,6 @@ class Fit:
             self.log(run.step)
             self.evaluate(self.call.evaluations)
             self.end_epoch()
-            if run.is_complete:
-                self.vote()
             if run.is_complete and self.goes_back():
                 return False
         run.state = run.state if state is None else state
@@ -320,19 +295,11 @@ class Fit:
 
     def ask(self, request):
         """Request to go back, or to stop."""
-        self.asked.append(request)
-        if not self.call.several:
-            self.vote()
-
-    def vote(self):
-        """Agree on what was requested since the previous vote."""
-        self.is_signaled, run = self.is_signaled or self.is_received, self.run
-        for request in self.asked:
-            if isinstance(request, sf.GoBack):
-                run.request = run.request or request
-            else:
-                run.stop = run.stop or request
-        self.asked = []
+        run = self.run
+        if isinstance(request, sf.GoBack):
+            run.request = run.request or request
+        else:
+            run.stop = run.stop or request
 
     def take_effect(self):
         """Stop by a reason that a hook gave, at a step that no cut and no call changes."""

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from tests.laws import network, random_runs, reference
-from tests.laws.losing import CutElastic, Losses
 from tests.laws.random_runs import Broken, Cut, Source, Spec
 from tests.small import full_but
 
@@ -143,13 +142,13 @@ def runs(draw):
             mesh=draw(MESHES) if changes[2] else before.mesh,
             kind=draw(st.sampled_from(kinds)) if changes[4] else before.kind,
             length=draw(lengths(source)) if changes[3] else before.length,
-            cut=(None, None) if is_last else draw(cuts(hooks, evaluations)), losses=(),
+            cut=(None, None) if is_last else draw(cuts(hooks, evaluations)),
             limit=draw(st.sampled_from([0, 0, 0, 3, 6])) if changes[1] else before.limit,
         ))  # fmt: skip
     if source.kind == "list":
         source.passes = sessions[0].length.get("epochs", 1)
     return SimpleNamespace(
-        source=source, task=task, elastic=None, evaluations=evaluations, checkpoints=checkpoints,
+        source=source, task=task, evaluations=evaluations, checkpoints=checkpoints,
         temporary=temporary, log_every=log_every, goes_back=goes_back,
         replaces=draw(st.sampled_from([0, 0, 2, 3])),
         reweights=draw(st.sampled_from([0, 2, 3])) if source.kind == "mix" else 0,
@@ -181,7 +180,7 @@ def has_equal_batches(source):
 PARTS = full_but([0], range(16))  # of the draws, so that shares of the full tier get equally many
 
 
-def draw_runs(number, test, phases=tuple(Phase), strategy=None, part=0):
+def draw_runs(number, test, phases=tuple(Phase), part=0):
     """Call a test with this many random runs; those of each part are others."""
     limits = settings(
         max_examples=number,
@@ -190,7 +189,7 @@ def draw_runs(number, test, phases=tuple(Phase), strategy=None, part=0):
         report_multiple_bugs=False,
         suppress_health_check=[*HealthCheck],
     )
-    limits(seed(part)(given(runs() if strategy is None else strategy)(test)))()
+    limits(seed(part)(given(runs())(test)))()
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -204,8 +203,8 @@ def one_run(**changed):
     source |= {"prefetch": False, "change": 2, "length": 3, "passes": 1, "poison": None, "value": 0}
     call = {"hooks": ["a"], "script": None, "exact": (), "epochs": (), "mesh": "one"}
     call |= {"length": {"steps": 12}, "cut": (None, None), "kind": "averages"}
-    call |= {"losses": (), "limit": 0}
-    run = {"task": "plain", "evaluations": [], "temporary": None, "elastic": None}
+    call |= {"limit": 0}
+    run = {"task": "plain", "evaluations": [], "temporary": None}
     run |= {
         "log_every": 5,
         "goes_back": 0,
@@ -445,18 +444,13 @@ def specs(run, session, cut):
 
 
 def expected(run, session, directory):
-    """Return what the reference says that a call of `fit` does; only a forgotten loss cuts it."""
-    forgets = run.elastic is not None and run.elastic.forgets
-    losses = Losses(session.losses, reference.Forgotten) if forgets else None
-    cut = Cut(*session.cut, losses=losses)
+    """Return what the reference says that a call of `fit` does."""
+    cut = Cut(*session.cut)
     hooks, seen = specs(run, session, cut)
-    is_exact = any(hook.is_exact for hook in hooks) or run.elastic is not None
+    is_exact = any(hook.is_exact for hook in hooks)
     delay = 0 if is_exact else min(4, max(1, run.log_every // 2))
     step = random_runs.step_of(run.task, session.kind)
     place = functools.partial(random_runs.place, run.task, session.mesh)
-    if run.elastic is not None:
-        step, plan = random_runs.parts_on_one(run.elastic, run.task, session.kind)
-        place = lambda state: jax.device_put(state, plan)
 
     def total(data, present, saved):
         length = session.length
@@ -471,7 +465,6 @@ def expected(run, session, directory):
     call = SimpleNamespace(
         data=run.source.data, cut=cut, hooks=hooks, total=total, delay=delay,
         state=place(random_runs.first_state(run.task)), step=random_runs.jitted(step), place=place,
-        several=run.elastic is not None, attempt=run.elastic and run.elastic.every,
         wants_epochs=any(hook.wants_epochs for hook in hooks)
         or (run.has_trainer and run.source.kind in ("arrays", "sizes")),
         evaluations=[random_runs.Evaluated(run.task, e) for e in run.evaluations],
@@ -483,7 +476,7 @@ def expected(run, session, directory):
         fold()
     except (Broken, reference.Crash) as error:
         raised = type(error).__name__
-    if (fold.is_signaled or fold.is_received) and raised is None:
+    if fold.is_signaled and raised is None:
         raised = "SystemExit"
     crashed = raised == "Crash"
     return outcome(
@@ -496,23 +489,15 @@ def expected(run, session, directory):
 
 def observed(run, session, folder, following):
     """Return what a call of `fit`, or a trainer, does."""
-    losses = None
-    if run.elastic is not None:
-        losses = Losses(session.losses, forgets=run.elastic.forgets)
     crash = lambda: random_runs.copy_as_killed(folder, following)
-    cut = Cut(*session.cut, crash, losses)
+    cut = Cut(*session.cut, crash)
     (hooks, seen), part_seen = specs(run, session, cut), []
     batches = run.source.make()
     if run.source.kind != "list":
         batches = random_runs.CutBatches(batches, cut, run.source.start)
-    if run.elastic is None:
-        step = random_runs.step_of(run.task, session.kind)
-        step = random_runs.jitted(step) if run.steps_per_call == 1 else step
-        state = random_runs.place(run.task, session.mesh, random_runs.first_state(run.task))
-    else:
-        build = functools.partial(random_runs.parts_on, run.elastic, run.task, session.kind)
-        step = CutElastic(build, losses, every=run.elastic.every)
-        state = jax.device_put(random_runs.first_state(run.task), step.plan)
+    step = random_runs.step_of(run.task, session.kind)
+    step = random_runs.jitted(step) if run.steps_per_call == 1 else step
+    state = random_runs.place(run.task, session.mesh, random_runs.first_state(run.task))
     parts = SimpleNamespace(
         step=step, state=state, batches=batches,
         task=run.task, mesh=session.mesh, folder=folder, length=session.length,
@@ -572,8 +557,6 @@ def outcome(exact, raised, kind, step, state, seen, part_seen, rows, history, wa
 
 def has_same_program(run):
     """Whether the reference runs the program of `fit`; another one may round differently."""
-    if run.elastic is not None:
-        return run.elastic.is_ordered
     is_wrapped = run.has_trainer and any(call.mesh != "one" for call in run.sessions)
     return run.steps_per_call == 1 and not is_wrapped
 

@@ -147,7 +147,7 @@ def others(monkeypatch):
     votes = [[0] * 5, [0] * 5]
     gather = lambda mine: Votes(np.array([*votes, mine]))
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    monkeypatch.setattr(peers_module, "Gather", lambda group: gather)
+    monkeypatch.setattr(peers_module, "Gather", lambda: gather)
     return votes
 
 

@@ -220,7 +220,7 @@ def test_with_several_processes_a_signal_has_no_effect_before_all_agree(monkeypa
         def __iter__(self):
             return interrupted()
 
-    monkeypatch.setattr("stepfold.loop.recovery.Alone", Several)  # of which this is one
+    monkeypatch.setattr("stepfold.loop.fit.Alone", Several)  # of which this is one
     data = Listed(range(4)) if is_known else interrupted()
     with pytest.raises(SystemExit) as caught:
         sf.fit(STEP, start(), data, log_every=3, evaluation=evaluation())

@@ -121,6 +121,45 @@ def test_stop_of_one_process_stops_both_at_the_same_step(processes, cut, store, 
         same(json.loads(text), alone)
 
 
+def is_killed(start, folder, killed):
+    """Fit with ordered gradients on all devices; a process is killed at step 11."""
+    start(heartbeat=3)
+    mesh, tx = sf.make_mesh((1, jax.device_count(), 1, 1)), optax.adam(1e-2)
+    rows = np.random.default_rng(0).normal(size=(96, 8)).astype(np.float32)
+    shape = jax.eval_shape(lambda: sf.init_state(jnp.ones((8, 64)), tx, jax.random.key(0)))
+    plan = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
+
+    def loss_fn(params, x, key):
+        return sf.mean((jnp.tanh(x @ params) ** 2).mean(-1))
+
+    def dies(event):
+        if event.step == 11 and jax.process_index() == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    result = sf.fit(
+        sf.make_train_step(loss_fn, tx, grad=sf.ordered(plan, blocks=8)),
+        sf.init_state(jnp.ones((8, 64)), tx, jax.random.key(0), sharding=plan),
+        sf.batches(rows, 16, seed=0), steps=20, log_every=1, hooks=dies, run_dir=folder,
+        checkpoints=sf.Checkpoints(every=5, async_=False),
+    )  # fmt: skip
+    print(json.dumps([result.resumed, *result.history["train/loss"]]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("killed", "restarted"), [(0, 2), (1, 1)])
+def test_a_run_of_which_a_process_was_killed_ends_with_the_same_bits(killed, restarted, tmp_path):
+    whole, lost = str(tmp_path / "whole"), str(tmp_path / "lost")
+    (expected,) = launch.run_processes(is_killed, 1, args=(whole, None))
+    ends = launch.ends_of_processes(is_killed, 2, args=(lost, killed))
+    assert ends[killed].code == -signal.SIGKILL
+    assert all(end.code for end in ends), launch.report(ends)
+    for output in launch.run_processes(is_killed, restarted, args=(lost, None)):
+        resumed, *losses = json.loads(output)
+        assert (resumed, losses) == (10, json.loads(expected)[1:])
+    rows = [Path(folder, "metrics.jsonl").read_bytes() for folder in (whole, lost)]
+    assert rows[0] == rows[1]
+
+
 def fails_in_one(start, run_dir, where):
     """Raise in the second process: in its batches, in a hook, or in a hook as it is opened."""
     me = start(heartbeat=10, shutdown=5).process

@@ -1,4 +1,4 @@
-"""A stuck process of a run that is not elastic: all name it, print its stacks, and end."""
+"""A stuck process of a run: all name it, print its stacks, and end."""
 
 import ctypes
 import json
@@ -47,7 +47,7 @@ def train(happens, folder=None, **options):
 def finds(start):
     """Let process 1 wait in a hook until it would be ended; print what the watch says."""
     job, lines, found = start(), [], threading.Event()
-    watch = patience._WatchAll
+    watch = patience._Watch
     judge, say, end = watch._judge, watch._say, watch._end_after
 
     def end_after(self, seconds):
@@ -68,8 +68,7 @@ def finds(start):
             patience=1,
         )
     finally:
-        watch._judge, watch._say = judge, say
-        del watch._end_after
+        watch._judge, watch._say, watch._end_after = judge, say, end
     print(json.dumps([result.steps, lines]))
 
 
@@ -91,7 +90,7 @@ def sticks(start, moment, process, how, folder, options):
     me = jax.process_index()
 
     def happens(now):
-        if (now, me) != (moment, process):
+        if now != moment or process not in (me, None):
             return
         if how == "GIL":
             ctypes.PyDLL(None).sleep(1000)
@@ -121,6 +120,32 @@ def test_all_end_and_name_the_process_that_is_stuck(moment, process, doing, tmp_
         assert f"stepfold: process {process} is stuck on " in end.errors, launch.report(ends)
         assert f"in {doing}, without progress for" in end.errors
         assert " in happens\n" in end.errors, (rank, launch.report(ends))
+
+
+@pytest.mark.full
+def test_all_end_if_all_are_stuck_alike():
+    args = ("batch 25", None, "sleep", None, {"patience": PATIENCE})
+    for end in launch.ends_of_processes(sticks, 2, args=args, timeout=100):
+        assert end.code == 1
+        for process in range(2):
+            assert f"stepfold: process {process} is stuck on " in end.errors, end.errors
+        assert " in happens\n" in end.errors
+
+
+def is_slow(start):
+    """Compile, and evaluate, for longer than a step may take."""
+    start(heartbeat=2)
+
+    def happens(moment):
+        if moment in ("batch 0", "held-out 1", "held-out 9"):
+            time.sleep(2 + PATIENCE + 2)
+
+    print(train(happens, patience=PATIENCE).steps)
+
+
+@pytest.mark.full
+def test_a_slow_first_step_and_a_slow_evaluation_are_not_stuck():
+    assert launch.run_processes(is_slow) == ["40\n", "40\n"]
 
 
 @pytest.mark.full

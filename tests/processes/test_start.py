@@ -14,9 +14,7 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-import stepfold as sf
 from stepfold import ConfigError
-from stepfold.core.processes import Disbanded, Group
 
 from . import launch
 
@@ -152,57 +150,3 @@ def test_a_coordinator_that_is_killed_before_all_are_connected_ends_the_others_w
     assert 4 < float(seconds) < 90
     assert "expected process 0 at the coordinator" in message
     assert "but it has ended (" in message
-
-
-def ends_by_a_signal(start, who):
-    found = start(elastic=True, heartbeat=4)
-    group = Group.of_live()
-    group.meet()
-    if found.process == who:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
-    try:
-        group.meet()
-    except Disbanded as error:
-        print(error, error.dead)
-
-
-@pytest.mark.full
-def test_the_others_learn_of_an_elastic_process_that_a_signal_ends():
-    """jax's own handler of SIGTERM would only note it."""
-    first, second = launch.ends_of_processes(ends_by_a_signal, 2, args=(1,))
-    assert (first.code, second.code) == (0, -signal.SIGTERM), launch.report([first, second])
-    assert first.output == "process 1 died frozenset({1})\n"
-
-
-def leaves_with_an_error(start):
-    found = start(elastic=True, heartbeat=4)
-    group = Group.of_live()
-    group.meet()
-    if found.process == 1:
-        print("dead:", set(group.leave(ValueError("no more"))))
-        return
-    try:
-        group.meet()
-    except Disbanded as error:
-        print(error)
-
-
-@pytest.mark.full
-def test_an_elastic_process_that_leaves_tells_the_others_why():
-    first, second = launch.run_processes(leaves_with_an_error, 2)
-    assert first == "process 1 raised ValueError: no more\n"
-    assert second == "dead: set()\n"
-
-
-def asks_for_elastic_later(start):
-    start()
-    try:
-        sf.start_distributed(elastic=True)
-    except sf.ConfigError as error:
-        print(error)
-
-
-def test_a_runtime_that_ends_with_any_process_is_not_made_elastic_later(processes):
-    for output in processes.run(asks_for_elastic_later):
-        assert output.startswith("elastic: expected a runtime of jax that was started with it, ")

@@ -8,14 +8,12 @@ import matplotlib.pyplot as plt
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 import goodput
 
-BLUE, ORANGE, GREEN, PURPLE, RED = plt.rcParams["axes.prop_cycle"].by_key()["color"]
+BLUE, ORANGE, *_ = plt.rcParams["axes.prop_cycle"].by_key()["color"]
 LINES = {
-    "spares, copies outlive": (BLUE, "--"),
-    "restart from memory": (ORANGE, "-"),
-    "spares": (BLUE, "-"),
-    "go on without": (GREEN, "-"),
-    "go on with half": (PURPLE, "-"),
-    "restart": (RED, "-"),
+    "from memory, with spares": (BLUE, "--"),
+    "restart from memory": (BLUE, "-"),
+    "restart with spares": (ORANGE, "--"),
+    "restart": (ORANGE, "-"),
 }
 USUAL = 2048
 
@@ -36,7 +34,7 @@ def main():
     intervals.set_xticks(goodput.INTERVALS, map(str, goodput.INTERVALS))
     for axes in (hosts, intervals):
         axes.minorticks_off()
-    figure.legend(loc="outside upper center", ncols=3)
+    figure.legend(loc="outside upper center", ncols=2)
     figure.savefig("goodput.svg")
 
 

@@ -39,7 +39,7 @@ from stepfold.checkpoint.leaves import (
 )
 from stepfold.checkpoint.manifest import DamageError, Manifest, NewerError, StepMetadata
 from stepfold.checkpoint.steps import already_exists, join_location
-from stepfold.core.processes import Group, agreement, broadcast_from_first, rank_in
+from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.errors import CheckpointError, refuse
 from stepfold.object_storage import Bucket, range_below
 
@@ -60,7 +60,6 @@ class BucketStore(Bucket):
 
     def __init__(self, url: str, *, save: bool = False) -> None:
         super().__init__(url)
-        self.group: Group | None = None  # the processes that save, if those of the job may die
         if save and jax.process_index() == 0:  # find out whether it is writable, before step 1
             self._write_format()
 
@@ -276,9 +275,8 @@ class BucketSave:
     ) -> None:
         """Copy the state off the devices."""
         self._store, self._metadata, self._before_commit = store, metadata, before_commit
-        self._group, self._abandoned = store.group, ""  # why it cannot be finished
-        with agreement(f"{store.path_of(metadata.step)}: not saved", self._group):
-            arrays, self._leaves = arrays_of(state, self._group), leaves_of(state)
+        with agreement(f"{store.path_of(metadata.step)}: not saved"):
+            arrays, self._leaves = arrays_of(state), leaves_of(state)
             for array in arrays.values():  # all copies at once, then wait for each
                 for shard in getattr(array, "addressable_shards", ()):
                     if shard.replica_id == 0:
@@ -286,22 +284,20 @@ class BucketSave:
             # On CPU, zero-copy views; holding them protects donated buffers.
             self._shards = {name: shards_of(array) for name, array in arrays.items() if array.size}
         own = [int(time.time()), secrets.randbits(62)]
-        seconds, number = broadcast_from_first(own, self._group)
+        seconds, number = broadcast_from_first(own)
         self._folder = f"saves/{metadata.step}-{seconds:x}-{number:016x}/"
 
     def commit(self, finish: Callable[[], None] | None = None) -> None:
         """Write the step, as `OrbaxSave.commit` does."""
         store, folder, step = self._store, self._folder, self._metadata.step
-        rank, count = rank_in(self._group)
+        rank, count = jax.process_index(), jax.process_count()
         own_name = f"{folder}{rank}"
         try:
             parts = (part for parts in self._shards.values() for part in parts.values())
             store.write_stream(own_name, parts)
             if self._before_commit is not None:
                 self._before_commit()
-            content, arrays = manifest.process_manifest(
-                self._metadata, self._leaves, self._shards, self._group
-            )
+            content, arrays = manifest.process_manifest(self._metadata, self._leaves, self._shards)
             store.write_stream(f"{folder}{manifest.ARRAYS.format(rank)}", arrays)
             own = manifest.encode_checked(content)
             store.write(f"{own_name}.json", own)
@@ -324,17 +320,11 @@ class BucketSave:
         if finish is not None:
             finish()
 
-    def abandon(self, reason: str) -> None:
-        """Let `commit`, in another thread, fail soon: it may wait for a process that has died."""
-        self._abandoned = reason
-
     def _wait_for_others(self, count: int) -> Iterator[int]:
         """Wait for the manifests of the other processes, and yield their checksums."""
         deadline, pause = time.monotonic() + _PATIENCE, 0.02
         for process in range(1, count):
             while (content := self._store.read(f"{self._folder}{process}.json")) is None:
-                if self._abandoned:
-                    raise CheckpointError(f"process {process} did not save: {self._abandoned}")
                 if time.monotonic() > deadline:
                     expected = (
                         f"the part of process {process} within {_PATIENCE:.0f} s of process 0"

@@ -20,7 +20,6 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from stepfold import tree
-from stepfold.core.processes import Group, rank_in
 from stepfold.errors import ConfigError, ShardingError, TreeMismatchError, refuse
 
 Region = tuple[tuple[int, int], ...]
@@ -51,12 +50,12 @@ class Leaf(NamedTuple):
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
-def arrays_of(state: Any, group: Group | None = None) -> dict[str, Any]:
+def arrays_of(state: Any) -> dict[str, Any]:
     """Return the leaves of a state by path, as arrays that no one else modifies.
 
     Typed PRNG keys become their key data. With several processes, every array must be global.
     """
-    _, processes = rank_in(group)
+    processes = jax.process_count()
     arrays: dict[str, Any] = {}
     paths: dict[str, str] = {}
     for path, leaf in tree.named_leaves(state):

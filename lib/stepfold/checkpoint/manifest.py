@@ -34,7 +34,6 @@ from stepfold.checkpoint.leaves import (
     to_json,
 )
 from stepfold.checkpoint.steps import Best, check_regular, converted_errors, sync
-from stepfold.core.processes import Group, rank_in
 from stepfold.core.validation import read_instance, read_integer
 from stepfold.errors import CheckpointError, refuse
 
@@ -168,13 +167,12 @@ def process_manifest(
     metadata: StepMetadata,
     leaves: Mapping[str, Leaf],
     shards: Shards,
-    group: Group | None = None,
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
     """Describe the part of this process, with the checksums of its shards.
 
     Also return the arrays in the metadata, which are the content of the stream `ARRAYS`.
     """
-    process, processes = rank_in(group)
+    process, processes = jax.process_index(), jax.process_count()
     arrays: list[np.ndarray] = []
     fields = {"step": metadata.step, "data": take_arrays(metadata.data, arrays)}
     if process == 0:
@@ -219,11 +217,10 @@ def write_leaves(
     metadata: StepMetadata,
     leaves: Mapping[str, Leaf],
     shards: Shards,
-    group: Group | None = None,
 ) -> None:
     """Write the manifest of this process, and the arrays in its metadata."""
-    process, _ = rank_in(group)
-    content, arrays = process_manifest(metadata, leaves, shards, group)
+    process = jax.process_index()
+    content, arrays = process_manifest(metadata, leaves, shards)
     write_checked(folder / LEAVES.format(process), content)
     if arrays:
         write_stream(stream_path(folder, ARRAYS.format(process)), arrays)

@@ -160,7 +160,7 @@ def restore_from(
         number, store = tried[-1]
         outcome, result = _try_step(store, number, like, **options)
         # All processes have to agree on the outcome before any of them continues.
-        outcome = max_over_processes(outcome, store.group)
+        outcome = max_over_processes(outcome)
         if outcome == _GOOD and isinstance(result, Restored):
             for where, bad, problem in skipped:
                 _warn_of_damage(where, bad, step, problem, set_aside=set_aside)
@@ -304,9 +304,9 @@ def candidates(stores: Sequence[Store], step: Step, best: Any = None) -> list[tu
         refuse("best", "step='best' to go with it", got, "give that, or leave best out")
     listed: list[tuple[int, Store]] = []
     for store in stores[:1] if is_best else stores:
-        with agreement(f"{store.location}: cannot be listed", store.group):
+        with agreement(f"{store.location}: cannot be listed"):
             numbers = rank_steps(store, best) if is_best else store.steps()
-        listed += [(each, store) for each in broadcast_from_first(numbers, store.group)]
+        listed += [(each, store) for each in broadcast_from_first(numbers)]
     if number is not None:
         listed = [(each, store) for each, store in listed if each == number]
     if not is_best:

@@ -28,7 +28,7 @@ from stepfold.checkpoint.store import (
 )
 from stepfold.checkpoint.temporary import open_temporary
 from stepfold.checkpoint.verify import damage_of, newest_complete
-from stepfold.core.processes import Group, agreement, broadcast_from_first
+from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
 from stepfold.core.validation import is_url
 from stepfold.errors import CheckpointError, refuse
@@ -36,7 +36,6 @@ from stepfold.errors import CheckpointError, refuse
 if TYPE_CHECKING:
     from stepfold.checkpoint.policy import Checkpoints
 
-_POLL_SECONDS = 0.05  # between two looks at a save that other processes write too
 _Kind = Literal["permanent", "requested", "temporary"]
 
 
@@ -95,10 +94,8 @@ class Series(StepReader):
     (20, Array([20, 20], dtype=int32))
     """
 
-    def __init__(
-        self, policy: "Checkpoints", path: str | os.PathLike[str], group: Group | None = None
-    ) -> None:
-        self.policy, self.store = policy, open_to_save(path, group)
+    def __init__(self, policy: "Checkpoints", path: str | os.PathLike[str]) -> None:
+        self.policy, self.store = policy, open_to_save(path)
         # A path becomes absolute; a URL stays as given.
         location = self.store.location
         self.directory = location if is_url(location) else Path(location)
@@ -107,10 +104,9 @@ class Series(StepReader):
         self._retention = {location: Retention(self.store, rule)}
         self._temporary: Store | None = None
         temporary = policy.temporary
-        if temporary and (store := open_temporary(temporary, self.store, group)):
+        if temporary and (store := open_temporary(temporary, self.store)):
             self._temporary = store
             self._retention[store.location] = Retention(store, Rule(temporary.keep))
-        self.group = group  # see `join`
         self.saved: int | None = None
         self.restored_temporary = False
         self.evaluated: Mapping[str, int] | None = None
@@ -125,7 +121,7 @@ class Series(StepReader):
         self._has_warned = False  # of temporary saves that fail
         self._has_ranked_metric: bool | None = None  # whether a save had it; None without metrics
         self._has_epochs: bool | None = None  # whether `due` was given one; None if not called
-        with agreement(f"{self.directory}: not opened", group):
+        with agreement(f"{self.directory}: not opened"):
             for store in self._stores() if jax.process_index() == 0 else []:
                 store.clean(partial(self._prune, store))
         self._is_open = True
@@ -195,16 +191,14 @@ class Series(StepReader):
             return None
         if is_scheduled(step, epoch, policy.every, policy.every_epochs):
             return "permanent"
-        if self._is_open and _is_late(policy.every_minutes, self._saved_at, self.group):
+        if self._is_open and _is_late(policy.every_minutes, self._saved_at):
             return "permanent"
         if self._is_requested:
             return "requested"
         if temporary is None or self._temporary is None or step == self._saving:
             return None
-        is_due = is_scheduled(step, None, temporary.every) or _is_late(
-            temporary.every_minutes, self._any_saved_at, self.group
-        )
-        return "temporary" if is_due else None
+        is_late = partial(_is_late, temporary.every_minutes, self._any_saved_at)
+        return "temporary" if is_scheduled(step, None, temporary.every) or is_late() else None
 
     def request(self) -> None:
         """Request a permanent save, as `Checkpoints.request` does."""
@@ -251,7 +245,7 @@ class Series(StepReader):
         Raises:
           CheckpointError: if the previous save failed, this one cannot begin, or the step exists.
         """
-        with agreement(f"{self.directory}: not saved", self.group):
+        with agreement(f"{self.directory}: not saved"):
             self.wait()
             self._check_open()
             check_not_donated(state)
@@ -324,9 +318,6 @@ class Series(StepReader):
 
     def wait(self) -> None:
         """Wait until the pending save is on disk, and raise its error."""
-        if (thread := self._thread) is not None and self.group is not None:
-            while not self.group.poll(not thread.is_alive(), "a save"):  # a process may die
-                thread.join(_POLL_SECONDS)
         self._join_thread()
         self._raise_errors()
 
@@ -379,32 +370,6 @@ class Series(StepReader):
                     if is_expendable is None or is_expendable(store.read_metadata(number).extra):
                         store.delete(number)
 
-    def join(self, group: Group, *, lost: str = "") -> None:
-        """Save with the processes of a group from now on; all of them call each method.
-
-        `lost` says which processes have died. A save that waits for them is given up.
-        """
-        self.group = group
-        for store in self._stores():
-            store.group = group
-        if (pending := self._pending) is not None:
-            pending.abandon(lost)
-        self._join_thread()
-        # Process 0, which is alive, may have committed the step before.
-        if self._saving is not None:
-            exists = any(store.has_step(self._saving) for store in self._stores())
-            if not group.meet(exists, "the end of a save")[0]:
-                self.saved = self._saving = None
-        self._errors.clear()
-
-    def get_progress(self) -> list[Any]:
-        """Return what was saved and restored last, which is equal in all processes."""
-        return [self.saved, self._saving, self.restored_temporary]
-
-    def set_progress(self, progress: Sequence[Any]) -> None:
-        """Continue a series that other processes have written, as `get_progress` says."""
-        self.saved, self._saving, self.restored_temporary = progress
-
     def has_checkpoint(self) -> bool:
         """Return whether stepfold has saved a step here, even if all of them are damaged now."""
         return any(map(has_own_step, self._stores()))
@@ -436,7 +401,7 @@ def _make_room(store: Store, step: int) -> None:
     A damaged step is not restored, so a run that resumes comes to its number again.
     """
     message = already_exists(store.location, step)
-    with agreement(message, store.group):
+    with agreement(message):
         if jax.process_index() > 0 or not store.has_step(step):
             return
         damage = damage_of(store, step)
@@ -542,8 +507,8 @@ def is_scheduled(
     return step >= 1 and (by_step or by_epoch)
 
 
-def _is_late(minutes: float | None, since: float, group: Group | None) -> bool:
+def _is_late(minutes: float | None, since: float) -> bool:
     """Return whether minutes have passed by the clock of process 0; collective unless None."""
     if minutes is None:
         return False
-    return broadcast_from_first([int(time.monotonic() - since >= 60 * minutes)], group) == [1]
+    return broadcast_from_first([int(time.monotonic() - since >= 60 * minutes)]) == [1]

@@ -21,11 +21,9 @@ except ImportError:  # not on Windows
 
 from stepfold.core.metric_modes import mode_of
 from stepfold.core.processes import (
-    Group,
     KeyValues,
     agreement,
     broadcast_from_first,
-    processes_of,
     spell_processes,
 )
 from stepfold.core.validation import absolute_path, is_url
@@ -194,24 +192,24 @@ def order_by(best: Best, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
 _VISIBLE_SECONDS = 3.0  # for a new file to show on the other hosts
 
 
-def check_shared(directory: Path, group: Group | None = None) -> None:
+def check_shared(directory: Path) -> None:
     """Check that all processes see the same directory; collective."""
-    processes = processes_of(group)
-    if len(processes) == 1:
+    processes = jax.process_count()
+    if processes == 1:
         return
     number = secrets.randbits(62)
-    probe = directory / f".visible-{broadcast_from_first([number], group)[0]:x}"
-    with agreement(f"{directory}: cannot be written", group):
+    probe = directory / f".visible-{broadcast_from_first([number])[0]:x}"
+    with agreement(f"{directory}: cannot be written"):
         if jax.process_index() == 0:
             probe.touch()
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while not (is_visible := probe.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    visible = KeyValues("directory", group).gather(is_visible, "an answer", where=str(directory))
+    visible = KeyValues("directory").gather(is_visible, "an answer", where=str(directory))
     if jax.process_index() == 0:
         probe.unlink(missing_ok=True)
-    if blind := [p for p, sees in zip(processes, visible, strict=True) if not sees]:
-        expected = f"a directory that all {len(processes)} processes share"
+    if blind := [process for process, sees in enumerate(visible) if not sees]:
+        expected = f"a directory that all {processes} processes share"
         got = f"one in which {spell_processes(blind)} cannot see the files of process 0"
         advice = "give one on a shared file system"
         refuse(directory, expected, got, advice, kind=CheckpointError)

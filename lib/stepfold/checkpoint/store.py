@@ -43,7 +43,7 @@ from stepfold.checkpoint.steps import (
     read_directory,
     sync,
 )
-from stepfold.core.processes import Group, agreement, broadcast_from_first
+from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.validation import is_url
 from stepfold.errors import CheckpointError, refuse
 from stepfold.internals.texts import ORBAX_UNFINISHED
@@ -80,7 +80,6 @@ class DirectoryStore:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.location = str(directory)
-        self.group: Group | None = None  # the processes that save, if those of the job may die
 
     # Reading
 
@@ -181,7 +180,7 @@ class DirectoryStore:
         """
         from stepfold.checkpoint.writer import OrbaxSave  # lazy: imports orbax
 
-        return OrbaxSave(self._path(metadata.step), state, metadata, before_commit, self.group)
+        return OrbaxSave(self._path(metadata.step), state, metadata, before_commit)
 
     def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
         """Atomically add metrics to a step, and replace its `extra`."""
@@ -370,12 +369,12 @@ def _below(store: Store) -> str:
     return join_location(store.location, "checkpoints")
 
 
-def open_to_save(path: Any, group: Group | None = None) -> Store:
+def open_to_save(path: Any) -> Store:
     """Open the store of a directory that all processes share; collective."""
-    with agreement(f"{path}: not opened", group):
+    with agreement(f"{path}: not opened"):
         store = open_store(path, save=True)
     if not is_url(store.location):
-        check_shared(Path(store.location), group)
+        check_shared(Path(store.location))
     return store
 
 

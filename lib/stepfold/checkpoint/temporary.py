@@ -14,7 +14,7 @@ import jax
 from stepfold.checkpoint.manifest import read_fields
 from stepfold.checkpoint.steps import read_directory
 from stepfold.checkpoint.store import Store, local_path, open_store, open_to_save
-from stepfold.core.processes import Group, agreement, broadcast_from_first
+from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.validation import read_integer, read_positive
 from stepfold.errors import CheckpointError, refuse
 from stepfold.internals import texts
@@ -88,19 +88,19 @@ def find_temporary(temporary: Temporary, series: Store) -> Store | None:
     return None if identity is None else open_store(temporary.folder_of(series, identity))
 
 
-def open_temporary(temporary: Temporary, series: Store, group: Group | None) -> Store | None:
+def open_temporary(temporary: Temporary, series: Store) -> Store | None:
     """Open the store of temporary steps, or return None if the disk is full; collective."""
     identity = None
-    with agreement(f"{series.location}: not opened", group):
+    with agreement(f"{series.location}: not opened"):
         if jax.process_index() == 0:
             identity = _read_identity(series)
             if identity is None:
                 identity = secrets.token_hex(4)
                 _warn_of_others(temporary, series)
                 series.write_note(_IDENTITY, {"id": identity})
-    folder = temporary.folder_of(series, broadcast_from_first([identity], group)[0] or "")
+    folder = temporary.folder_of(series, broadcast_from_first([identity])[0] or "")
     try:
-        return open_to_save(folder, group)
+        return open_to_save(folder)
     except CheckpointError as error:
         if not texts.DISK_FULL.search(str(error)):
             raise

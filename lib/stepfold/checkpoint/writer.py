@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from stepfold.checkpoint import manifest
 from stepfold.checkpoint.claims import Claim, ClaimedError
 from stepfold.checkpoint.leaves import arrays_of, leaves_of, shards_of
 from stepfold.checkpoint.manifest import StepMetadata
 from stepfold.checkpoint.steps import locked, sync
-from stepfold.core.processes import Group, KeyValues, agreement, processes_of
+from stepfold.core.processes import KeyValues, agreement
 from stepfold.errors import CheckpointError
 from stepfold.internals import texts
 from stepfold.internals.orbax import StepWriter, remove_unfinished
@@ -36,23 +35,17 @@ class OrbaxSave:
         state: Any,
         metadata: StepMetadata,
         before_commit: Callable[[], None] | None,
-        group: Group | None = None,
     ) -> None:
         """Copy the state off the devices and start to write it to the directory `path`."""
-        arrays, leaves = arrays_of(state, group), leaves_of(state)
+        arrays, leaves = arrays_of(state), leaves_of(state)
         stored = {name: array for name, array in arrays.items() if array.size}
-        if group is not None and len(group.processes) == 1:
-            # Orbax asks for arrays over all processes of the job, even if one is left.
-            stored = {name: np.asarray(array) for name, array in stored.items()}
-        self._path, self._peers = path, _Peers(group)
-        self._writer = StepWriter(
-            manifest.STATE, self._peers.processes, self._peers.name, self._peers.meet
-        )
+        self._path, self._peers = path, _Peers()
+        self._writer = StepWriter(manifest.STATE, self._peers.processes, self._peers.meet)
         self._owns_files = False
         self._reservation = ExitStack()  # of the directory and of the number, until the end
         self._reservation.enter_context(locked(path.parent))
         with self._converted_errors():
-            with agreement(f"{path}: not saved", group):
+            with agreement(f"{path}: not saved"):
                 if jax.process_index() == 0:
                     # orbax would remove another run's unfinished save of the step, and mix the two.
                     with suppress(FileExistsError):
@@ -67,7 +60,7 @@ class OrbaxSave:
             def write_manifest(folder: Path) -> None:
                 if before_commit is not None:
                     before_commit()
-                manifest.write_leaves(folder, metadata, leaves, shards, group)
+                manifest.write_leaves(folder, metadata, leaves, shards)
 
             self._writer.save(path, stored, write_manifest, manifest.write_files)
 
@@ -93,10 +86,6 @@ class OrbaxSave:
         finally:
             self._reservation.close()
             self._writer.close()
-
-    def abandon(self, reason: str) -> None:
-        """Let `commit`, in another thread, fail soon: it may wait for a process that has died."""
-        self._peers.fail(reason)
 
     @contextmanager
     def _converted_errors(self) -> Iterator[None]:
@@ -124,13 +113,11 @@ class _Peers:
     orbax's own barrier would let the others wait for its whole limit, without the reason.
     """
 
-    def __init__(self, group: Group | None = None) -> None:
-        self._values = KeyValues("save", group)
-        self.processes = processes_of(group)
+    def __init__(self) -> None:
+        self._values = KeyValues("save")
+        self.processes = range(jax.process_count())
         self._are_several = bool(self._values) and len(self.processes) > 1
         self._save = self._values.count_call() if self._are_several else 0
-        # Orbax numbers its own barriers in each process. After a death, the numbers may differ.
-        self.name = None if group is None else f"{group.name}-save-{self._save}"
 
     def fail(self, cause: str) -> None:
         """Let the others know why this process does not save."""

@@ -319,11 +319,6 @@ class Batches(BatchIterator):
                 refuse("without", expected, f"{new._skips.ranges}")
         return new
 
-    def shared(self, share: tuple[int, int, int]) -> Self:
-        new = super().shared(share)
-        new._ahead, new._is_checked = _Ahead(0, 0, np.empty((0, 0), np.int64)), False
-        return new
-
     def get_state(self) -> dict[str, Any]:
         """Return the position and the pipeline's settings, serializable as JSON."""
         return self.state_at(self._step)

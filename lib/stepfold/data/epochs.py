@@ -212,14 +212,6 @@ def size_at(sizes: Sizes, step: int) -> int:
     return sizes[bisect_right(sizes, step, key=lambda pair: pair[0]) - 1][1]
 
 
-class Share(NamedTuple):
-    """The rows of a process in each global batch: the parts from `first` to `stop`, of `parts`."""
-
-    first: int
-    stop: int
-    parts: int
-
-
 class Shard:
     """The rows of this process in each global batch; in process order, shards form the batch.
 
@@ -229,28 +221,17 @@ class Shard:
     def __init__(self, index: Any, count: Any) -> None:
         if (index is None) != (count is None):
             refuse("process_index, process_count", "both or neither", f"{index!r} and {count!r}")
-        self._fixed: Share | None = None
+        self._fixed: tuple[int, int] | None = None
         if count is not None:
             count = read_integer("process_count", count, 1)
             index = read_integer("process_index", index, 0)
             if index >= count:
                 refuse("process_index", f"one below process_count={count}", f"{index}")
-            self._fixed = Share(index, index + 1, count)
-
-    def of(self, share: tuple[int, int, int]) -> "Shard":
-        """Return the shard with the rows of a `Share`."""
-        if self._fixed is not None:
-            expected, share = "neither, since the devices choose the rows", self._fixed
-            got = f"process_index={share.first}, process_count={share.parts}"
-            refuse("process_index, process_count", expected, got, "omit both")
-        shard = Shard(None, None)
-        shard._share = Share(*share)
-        return shard
+            self._fixed = index, count
 
     @cached_property
-    def _share(self) -> Share:
-        index = jax.process_index()
-        return self._fixed or Share(index, index + 1, jax.process_count())
+    def _share(self) -> tuple[int, int]:
+        return self._fixed or (jax.process_index(), jax.process_count())
 
     def resolve(self) -> None:
         """Read JAX's process index now, so that a copy in another process has it."""
@@ -258,12 +239,12 @@ class Shard:
 
     def rows(self, size: int) -> tuple[int, int]:
         """Return the start and stop of this process's rows in a global batch of `size`."""
-        first, stop, parts = self._share
-        return first * size // parts, stop * size // parts
+        index, count = self._share
+        return index * size // count, (index + 1) * size // count
 
     def check_sizes(self, sizes: Sizes) -> None:
         """Raise if a batch size is not a multiple of the process count."""
-        count = self._share.parts
+        _, count = self._share
         for step, size in sizes:
             if size % count:
                 below = size // count * count
@@ -274,7 +255,7 @@ class Shard:
 
     def check_incomplete(self, step: int, rows: int) -> None:
         """Raise if the size of an incomplete batch is not a multiple of the process count."""
-        count = self._share.parts
+        _, count = self._share
         if rows % count:
             expected = f"incomplete batches to divide evenly over {count} processes"
             advice = (

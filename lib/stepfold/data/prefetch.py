@@ -156,9 +156,8 @@ class ReadAhead:
             return getattr(self._batches, name, DEFAULTS[name])
         if name in self._passed_on:
             return getattr(self._iterator, name)
-        if name in ("get_state", "set_state", "without", "shared", "reweight") and hasattr(
-            self._iterator, name
-        ):
+        methods = ("get_state", "set_state", "without", "reweight")
+        if name in methods and hasattr(self._iterator, name):
             return getattr(self, f"_{name}")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
@@ -295,14 +294,6 @@ class Prefetch(ReadAhead):
         """Return prefetched batches without some of these, after the last batch returned."""
         self._rewind()
         return prefetch(self._iterator.without(ranges), sharding=self._place, size=self._size)
-
-    def _shared(self, share: Any) -> "Prefetch":
-        """Return prefetched batches with other rows, after the last batch returned."""
-        if self._place is not None:
-            expected = "none, for batches that are placed on devices that may change"
-            refuse("prefetch: sharding", expected, f"{self._place}", "fit places the batches")
-        self._rewind()
-        return prefetch(self._iterator.shared(share), size=self._size)
 
     def _reweight(self, weights: Any, step: int | None = None) -> None:
         """Change the weights of a mixture, by default after the last batch returned."""

@@ -47,15 +47,6 @@ class BatchIterator:
         """Return the index of the batch of a step among all batches, with those skipped."""
         return self._skips.index(read_integer("step", step, 0))
 
-    def shared(self, share: tuple[int, int, int]) -> Self:
-        """Return batches at the same position, of which this process makes other rows.
-
-        They are the parts from `first` to `stop`, of `parts`, of each global batch.
-        """
-        new = copy.copy(self)
-        new._shard = self._shard.of(share)
-        return new
-
     @property
     def batch_sizes(self) -> Sizes:
         """The global batch sizes: pairs of a step and the size from that step on."""

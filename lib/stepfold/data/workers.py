@@ -104,7 +104,7 @@ class Workers(ReadAhead):
     """An iterator over batches of worker processes, returned by `workers`.
 
     It is thread-safe. It has the methods of its batches: `get_state`, `set_state` and `without`,
-    and `at`, `state_at`, `shared` and `reweight` if they have them.
+    and `at`, `state_at` and `reweight` if they have them.
 
     >>> import numpy as np, stepfold as sf
     >>> stream = sf.workers(sf.batches(np.arange(6), 2, epochs=1), 0)
@@ -229,19 +229,11 @@ class Workers(ReadAhead):
 
     def _without(self, ranges: Sequence[tuple[int, int]]) -> "Workers":
         """Return batches that skip ranges of these, after the last batch returned."""
-        return self._changed("without", ranges)
-
-    def _shared(self, share: tuple[int, int, int]) -> "Workers":
-        """Return batches with other rows, after the last batch returned."""
-        return self._changed("shared", share)
-
-    def _changed(self, method: str, argument: Any) -> "Workers":
-        """Return changed batches, which take over the processes."""
         with self._lock:
             self._rewind()
-            messages = self._messages.changed(method, argument)
+            messages = self._messages.without(ranges)
             new = Workers(messages, self._count, self._ahead, self._pool)
-            self._pool = None
+            self._pool = None  # the new batches take over the processes
             return new
 
 
@@ -256,11 +248,11 @@ class _Pending:
 class _States:
     """An iterator over the states from which batches with random access are made.
 
-    With a state come the changes, the calls of `without` and `shared` that have made the batches.
+    With a state come the skips, the arguments of the calls of `without` that made the batches.
     """
 
-    def __init__(self, batches: Any, unchanged: Any, changes: tuple[tuple[str, Any], ...]) -> None:
-        self.batches, self._unchanged, self._changes = batches, unchanged, changes
+    def __init__(self, batches: Any, unchanged: Any, skips: tuple[Any, ...]) -> None:
+        self.batches, self._unchanged, self._skips = batches, unchanged, skips
         self._step: int = batches.get_state()["step"]
 
     def maker(self) -> "_StateMaker":
@@ -270,7 +262,7 @@ class _States:
 
     def __next__(self) -> Any:
         self._step += 1
-        return self._changes, self.batches.state_at(self._step - 1)
+        return self._skips, self.batches.state_at(self._step - 1)
 
     def get_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.batches.state_at(self._step)
@@ -280,26 +272,26 @@ class _States:
         self.batches.set_state(state)
         self._step = self.batches.get_state()["step"]
 
-    def changed(self, method: str, argument: Any) -> "_States":
-        """Return the states of changed batches."""
+    def without(self, ranges: Sequence[tuple[int, int]]) -> "_States":
+        """Return the states of batches that skip ranges of these."""
         self.batches.set_state(self.get_state())
-        batches = getattr(self.batches, method)(argument)
-        return _States(batches, self._unchanged, (*self._changes, (method, argument)))
+        batches = self.batches.without(ranges)
+        return _States(batches, self._unchanged, (*self._skips, ranges))
 
 
 class _StateMaker:
-    """Make a batch of the changes to the batches, and a state."""
+    """Make a batch of the skips of the batches, and a state."""
 
     def __init__(self, batches: Any) -> None:
         self._unchanged = self._batches = batches
-        self._changes: tuple[tuple[str, Any], ...] = ()
+        self._skips: tuple[Any, ...] = ()
 
     def __call__(self, message: Any) -> Any:
-        changes, state = message
-        if changes != self._changes:
-            self._batches, self._changes = self._unchanged, changes
-            for method, argument in changes:
-                self._batches = getattr(self._batches, method)(argument)
+        skips, state = message
+        if skips != self._skips:
+            self._batches, self._skips = self._unchanged, skips
+            for ranges in skips:
+                self._batches = self._batches.without(ranges)
         self._batches.set_state(state)
         return next(self._batches)
 
@@ -317,8 +309,8 @@ class _Examples:
     def __next__(self) -> Any:
         return self.get_state()["step"], next(self.batches)
 
-    def changed(self, method: str, argument: Any) -> "_Examples":
-        return _Examples(getattr(self.batches, method)(argument), self._builder)
+    def without(self, ranges: Sequence[tuple[int, int]]) -> "_Examples":
+        return _Examples(self.batches.without(ranges), self._builder)
 
 
 class _ExampleMaker(NamedTuple):

@@ -3,7 +3,7 @@
 tx, batch = optax.adam(1e-3), jax.ShapeDtypeStruct((1024, 64), jnp.float32)
 state = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))
 
-def build(devices):  # as sf.Elastic and sf.choose take it
+def build(devices):  # as sf.choose takes it
     plan = sf.make_sharding(state, sf.make_mesh(devices=devices))
     return sf.make_train_step(loss_fn, tx), plan
 """
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    text = "where to find build(devices) -> (step, plan), or an sf.Elastic"
+    text = "where to find build(devices) -> (step, plan)"
     parser.add_argument("function", metavar="train.py:build", help=text)
     text = "the name of the state in the script (default: state), of an abstract one, or of a "
     text += "function without arguments that returns it"
@@ -56,7 +56,7 @@ def _describe(options: argparse.Namespace) -> Report:
         )
     sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
     values = runpy.run_path(path)
-    build = getattr(values.get(name), "on", values.get(name))  # an sf.Elastic has a method `on`
+    build = values.get(name)
     if not callable(build):
         refuse(path, f"a function {name}(devices)", f"{build!r:.80}")
     if not takes(build, 1):

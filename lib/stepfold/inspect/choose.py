@@ -44,8 +44,8 @@ def choose(
     the time of its copies is not known. The table has the FLOPs beyond the fewest as `extra`.
     Nothing runs, so the devices may be those of `devices_of`.
 
-    With `devices`, one function is inspected, chosen and run: `Elastic` takes it too, with the
-    arguments of the choice.
+    With `devices`, one function is inspected, chosen and run: call it with the devices of the job
+    and the arguments of the choice.
 
     Args:
       make_step: returns a step for the arguments of a candidate, passed by keyword. With `devices`,
@@ -73,7 +73,7 @@ def choose(
     ...     plan = sf.make_sharding(state, sf.make_mesh(devices=devices))
     ...     return make_step(**options), plan
     >>> choice = sf.choose(build, state, batch, candidates, devices=jax.devices(), limit=2**21)
-    >>> elastic = sf.Elastic(functools.partial(build, **choice.arguments))  # for sf.fit
+    >>> step, plan = build(jax.devices(), **choice.arguments)  # for sf.fit
     """
     if not candidates or not all(isinstance(each, Mapping) for each in candidates):
         advice = 'pass [{"accumulate": 1}, {"accumulate": 4, "remat": True}]'

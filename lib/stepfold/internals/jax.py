@@ -54,34 +54,6 @@ def coordination_service() -> Any:
 _SERVICE_METHODS = ("key_value_set", "key_value_dir_get", "key_value_delete", "key_value_increment")
 
 
-def live_processes(processes: Sequence[int]) -> dict[int, int]:
-    """Wait for each process until it calls this too, or its heartbeats stop; return the live ones.
-
-    The values are numbers of their starts. The public `multihost_utils.live_devices` remembers one
-    set of devices, and the groups of an elastic run have several. Without it, such a run raises.
-    """
-    find = getattr(coordination_service(), "get_live_nodes", None)
-    if find is None:
-        _refuse_release("the method get_live_nodes of its coordination service", "for sf.Elastic")
-    return dict(find([*processes]))
-
-
-def is_recoverable() -> bool:
-    """Whether jax's runtime survives the death of a process, or is to be started so.
-
-    The setting is not documented. Without it, no runtime does.
-    """
-    return bool(getattr(jax.config, "jax_enable_recoverability", False))
-
-
-def enable_recoverability() -> None:
-    """Start jax's runtime so that it survives the death of a process; refuse if it cannot."""
-    try:
-        jax.config.update("jax_enable_recoverability", True)
-    except AttributeError:
-        _refuse_release("the setting jax_enable_recoverability", "to survive a process (elastic)")
-
-
 # Programs
 
 

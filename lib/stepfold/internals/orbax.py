@@ -58,7 +58,6 @@ class StepWriter:
         self,
         item: str,
         processes: Collection[int],
-        barrier_name: str | None,
         barrier: Callable[..., None],
     ) -> None:
         """Prepare for these processes, which meet in a barrier."""
@@ -75,7 +74,7 @@ class StepWriter:
             # other through jax's service there. Otherwise they would run a collective, which
             # belongs to the main thread.
             "multiprocessing_options": ocp.options.MultiprocessingOptions(
-                active_processes={*processes}, barrier_sync_key_prefix=barrier_name
+                active_processes={*processes}
             ),
         }
         handler = ocp.CompositeCheckpointHandler(

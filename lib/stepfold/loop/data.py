@@ -69,7 +69,6 @@ class BatchFeed:
         keeps = keep_recent and not can_reread and jax.process_count() == 1
         self.recent = RecentBatches() if keeps else None
         self.wait_seconds = 0.0
-        self.batch_share = 1 / jax.process_count()  # which part of the rows of a step is made here
         self.check_next_position = False  # once, so that later pulls cost nothing
         position = self._state() if self.is_resumable else None
         self.first_used = self._pulled = _count_in(position) or 0
@@ -246,11 +245,6 @@ class BatchFeed:
         self.iterator.reweight(weights, first)
         self._known = (-1, None)
 
-    def share(self, share: tuple[int, int, int]) -> None:
-        """Let this process make other rows of each global batch, those of its devices."""
-        self.batches = self.iterator = shared(self.batches, share)
-        self.batch_share = (share[1] - share[0]) / share[2]
-
     def skippable(self) -> Any:
         """Return the iterator; raise if it cannot skip batches."""
         if not self.is_iterator or not hasattr(self.iterator, "without"):
@@ -320,14 +314,6 @@ def check_batches(batches: Any, argument: str = "batches", make: str = TRAINING_
     if is_single or not isinstance(batches, Iterable):
         got, advice = tree.describe_value(batches), f"{make} makes one"
         refuse(argument, "an iterable of batches", got, advice)
-
-
-def shared(batches: Any, share: tuple[int, int, int]) -> Any:
-    """Return batches of which this process makes other rows; raise if they cannot change that."""
-    if not hasattr(batches, "shared"):
-        expected = "some whose rows can be divided among the processes that are left"
-        refuse("batches", expected, batches, "give sf.batches(data, …)", kind=DataError)
-    return batches.shared(share)
 
 
 def _array_bytes(value: Any) -> int:

@@ -62,7 +62,7 @@ class Elsewhere:
     def open(self, run: Run) -> None:
         """Say what the run awaits, before its first step."""
         self._note(run)
-        with agreement(f"{self._series.directory}: not opened", self._peers.group):
+        with agreement(f"{self._series.directory}: not opened"):
             if jax.process_index() == 0:
                 known = [Result(*each) for each in read_run(self._store).get("read", [])]
                 # Later steps are done again.
@@ -145,7 +145,7 @@ class Elsewhere:
                     warnings.warn(text, RuntimeWarning, stacklevel=9)
         now = time.monotonic()
         self._next_look = now + (now - start) / _SHARE
-        return broadcast_from_first(found, self._peers.group)
+        return broadcast_from_first(found)
 
     def _find(self, run: Run) -> list[Any]:
         found, known = [], {*self._known}
@@ -170,7 +170,7 @@ class Elsewhere:
                 held = self._leases.held()
                 live = {name for lease in held for name in lease["names"]}
                 is_over = not live & self._awaited(run)
-        return broadcast_from_first([is_over], self._peers.group)[0]
+        return broadcast_from_first([is_over])[0]
 
     def _awaited(self, run: Run) -> set[str]:
         """Return the evaluations that a step awaits."""

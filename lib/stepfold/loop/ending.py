@@ -43,7 +43,7 @@ class Ending:
 
     def _end(self, run: Run) -> Runs:
         peers = self._peers
-        run = peers.meet(peers.settle(run))
+        run = peers.settle(run)
         run = run._replace(is_complete=run.is_complete or run.step == run.total)
         if run.is_complete and not run.is_interrupted:
             run = run.close_interval()
@@ -52,13 +52,8 @@ class Ending:
         if run.go_back_request is not None:
             return run
         if run.is_complete and not run.requests.has(Kind.ERROR):
-            run = yield from self._finish(run)
-        else:
-            run = yield from self._leave(run._replace(is_complete=False))
-        if peers.group is not None and run.go_back_request is None:
-            self._save.wait()
-            run = peers.meet(run)
-        return run
+            return (yield from self._finish(run))
+        return (yield from self._leave(run._replace(is_complete=False)))
 
     def _finish(self, run: Run) -> Runs:
         """Evaluate and save after the last batch, unless a signal comes."""

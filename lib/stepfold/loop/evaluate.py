@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
 from stepfold.core.ema import get_ema
-from stepfold.core.processes import Group, KeyValues, Position, spell_processes
+from stepfold.core.processes import KeyValues, Position, spell_processes
 from stepfold.core.state import TrainState, check_not_donated
 from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import (
@@ -26,9 +26,9 @@ from stepfold.core.validation import (
 )
 from stepfold.errors import DataError, refuse
 from stepfold.inspect.compiled import CompiledStep
-from stepfold.loop.data import WHOLE_DATA, BatchFeed, check_batches, shared
+from stepfold.loop.data import WHOLE_DATA, BatchFeed, check_batches
 from stepfold.loop.metrics import are_metrics, merge_metrics, metric_values
-from stepfold.sharding.place import place_batch, process_mesh, share_of
+from stepfold.sharding.place import place_batch, process_mesh
 
 if TYPE_CHECKING:
     from clu.metrics import Metric
@@ -65,30 +65,24 @@ def evaluate(
     >>> sf.evaluate(measure, state, sf.batches(data, 4, epochs=1, remainder="pad"))
     {'loss': 4.5}
     """
-    return evaluate_together(None, eval_step, state, batches)
+    return evaluate_at(None, eval_step, state, batches)
 
 
-def evaluate_together(
-    group: Group | None,
+def evaluate_at(
+    position: Position | None,
     eval_step: Callable[..., Any],
     state: Any,
     batches: Iterable[Any],
-    position: Position | None = None,
 ) -> dict[str, float]:
-    """Evaluate as `evaluate` does, with the processes of a group if there is one.
-
-    Each batch counts as progress in `position`.
-    """
+    """Evaluate as `evaluate` does; each batch counts as progress in `position`."""
     check_batches(batches, make=WHOLE_DATA)
     step = jitted("eval_step", eval_step)
     check_not_donated(state)
     check_end("evaluate", batches)
     mesh = mesh_of(state)
-    if group is not None:
-        batches = shared(batches, (0, 1, 1) if mesh is None else share_of(mesh))
     metrics: list[Any] = []
     try:
-        for batch in placed_batches("evaluate", batches, mesh, group, position):
+        for batch in placed_batches("evaluate", batches, mesh, position):
             result = step(state, batch)
             if not are_metrics(result):
                 got = tree.describe_value(result)
@@ -137,19 +131,16 @@ def placed_batches(
     function: str,
     batches: Iterable[Any],
     mesh: Mesh | None,
-    group: Group | None = None,
     position: Position | None = None,
 ) -> Iterator[Any]:
     """Yield batches, on the mesh if there is one; all of its processes have equally many."""
     if mesh is not None and mesh.is_multi_process:
-        batches = _in_step(function, batches, group, position)
+        batches = _in_step(function, batches, position)
     for batch in batches:
         yield batch if mesh is None else place_batch(batch, mesh)
 
 
-def _in_step(
-    function: str, batches: Iterable[Any], group: Group | None, position: Position | None
-) -> Iterator[Any]:
+def _in_step(function: str, batches: Iterable[Any], position: Position | None) -> Iterator[Any]:
     """Yield batches; if some processes have fewer, raise in all of them instead of hanging.
 
     If the numbers of batches are unknown, the processes vote on each batch. A vote is read after
@@ -157,7 +148,7 @@ def _in_step(
     device has work while a process waits for the vote.
     """
     expected = "the same number of batches in every process"
-    values = KeyValues(function, group)
+    values = KeyValues(function)
     feed = BatchFeed(batches)
     counts = values.gather(feed.batches_left(feed.first_used), "the start of it")
     if None not in counts:
@@ -167,7 +158,7 @@ def _in_step(
         yield from _counted(batches, position)
         return
     iterator = itertools.chain(_counted(batches, position), itertools.repeat(_END))
-    gather = Gather(group)
+    gather = Gather()
 
     def pull() -> tuple[Any, jax.Array]:
         batch = next(iterator)
@@ -197,10 +188,10 @@ def _counted(batches: Iterable[Any], position: Position | None) -> Iterator[Any]
 
 
 class Gather:
-    """Gather a small row from each process, or each of a group, on one device per process."""
+    """Gather a small row from each process, on one device per process."""
 
-    def __init__(self, group: Group | None = None) -> None:
-        mesh = process_mesh(group)
+    def __init__(self) -> None:
+        mesh = process_mesh()
         self._sharding = NamedSharding(mesh, PartitionSpec("process"))
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._copy = jax.jit(lambda rows: rows, out_shardings=everywhere)
@@ -302,9 +293,7 @@ class Evaluation:
             read_instance(f"{self.name}: ema=True", state, TrainState, "a TrainState")
             jax.eval_shape(get_ema, state)
 
-    def __call__(
-        self, state: Any, group: Group | None = None, position: Position | None = None
-    ) -> dict[str, float]:
+    def __call__(self, state: Any, position: Position | None = None) -> dict[str, float]:
         if self.ema:
             check_not_donated(state)
             self.check_state(state)
@@ -312,7 +301,7 @@ class Evaluation:
         try:
             if self.batches is not None:
                 batches = self._make_batches()
-                metrics = evaluate_together(group, self.measure, state, batches, position)
+                metrics = evaluate_at(position, self.measure, state, batches)
                 return {f"{self.name}/{name}": value for name, value in metrics.items()}
             numbers = self.measure(state)
         except StopIteration as error:  # would pass for the end of the training data

@@ -27,7 +27,7 @@ from stepfold.loop.run_info import read_run_info
 Steps = Literal["newest", "all"]
 _SHARE = 0.05  # the largest share of the time to spend on looking for checkpoints
 _PAUSE, _MAX_PAUSE = 0.1, 60.0  # seconds between two looks
-_UNFINISHED = ("signal", "error", "go_back", "process_died")  # to be resumed
+_UNFINISHED = ("signal", "error", "go_back")  # to be resumed
 
 
 class RunEvaluation(NamedTuple):

@@ -7,9 +7,14 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
+
 from stepfold.checkpoint.policy import Checkpoints
-from stepfold.core.processes import report_failed_peer
+from stepfold.checkpoint.results import drop_results
+from stepfold.checkpoint.series import Series
+from stepfold.core.processes import agreement, broadcast_from_first, report_failed_peer
 from stepfold.core.state import is_available
+from stepfold.errors import refuse
 from stepfold.loop.arguments import (
     WatchedMetrics,
     check_batches,
@@ -27,24 +32,15 @@ from stepfold.loop.arguments import (
     write_config,
 )
 from stepfold.loop.data import BatchFeed
-from stepfold.loop.elastic import Elastic, Segments
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.hooks.base import Hook, HookDispatcher, Stop, call_optional, may_stop
-from stepfold.loop.hooks.progress import DefaultProgress
+from stepfold.loop.fold import Alone
+from stepfold.loop.hooks.base import GoBack, Hook, HookDispatcher, Stop, call_optional, may_stop
+from stepfold.loop.hooks.progress import DefaultProgress, progress
 from stepfold.loop.hooks.stop import Nonfinite
 from stepfold.loop.initial_state import InitialState
 from stepfold.loop.metrics import History
-from stepfold.loop.patience import end_all_if_stuck, end_if_stuck
-from stepfold.loop.recovery import (
-    fold_to_the_end,
-    make_peers,
-    needs_all,
-    open_series,
-    read_step,
-    show_start,
-    start_or_resume,
-    tell_spares,
-)
+from stepfold.loop.patience import end_all_if_stuck
+from stepfold.loop.peers import Several
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
 from stepfold.loop.run import Kind, Request
 from stepfold.loop.run_directory import RunDirectory
@@ -54,7 +50,7 @@ from stepfold.loop.signals import Signals, print_waiting, raise_signal
 
 
 def fit(
-    step: Callable[[Any, Any], tuple[Any, Any]] | Elastic,
+    step: Callable[[Any, Any], tuple[Any, Any]],
     state: Any,
     batches: Iterable[Any],
     *,
@@ -85,12 +81,12 @@ def fit(
     `SystemExit(143)`. A second signal leaves at once, except for a save that is being written.
     SIGUSR1 saves and continues. An exception of a hook or of the data reaches the caller after a
     save. Each of these exceptions has an attribute `result`, the result so far. With several
-    processes, all of them stop at the same step; if one dies, jax ends the others, unless the run
-    is `Elastic`, and the same call resumes. The guide explains :doc:`/ideas/between-two-steps`.
+    processes, all of them stop at the same step; if one dies, jax ends the others, and the same
+    call resumes. The guide explains :doc:`/ideas/between-two-steps`.
 
     Args:
       step: a `StepFn`. It is compiled before the first step, once for each batch size. A jitted or
-        compiled one is used as it is. With `Elastic`, the run continues if a process dies.
+        compiled one is used as it is.
       state: the initial state. It is donated to the step: do not use it again. Or a function that
         makes it, such as `lambda: sf.init_state(…)`, so that a restart is faster: it is only traced
         if there is a checkpoint to resume from. An abstract state, with shardings, can only resume.
@@ -136,7 +132,7 @@ def fit(
         alive, unlike one whose heartbeats stop, and the others wait for it. All then print its
         number, host, step and stacks, and exit with code 1. Choose more than a step takes, and than
         a batch, a hook or a save takes longer in one process than in the others. None waits
-        forever. `Elastic` has its own.
+        forever.
       compilation_cache: whether jax's compilation cache is kept in `run_dir/compiled` during the
         run, at most 1 GiB, so that a restart loads its programs. A cache that the user configured,
         by `jax_compilation_cache_dir`, is used in its place. Off for virtual devices. Whoever may
@@ -162,11 +158,9 @@ def fit(
     """
     restored_parts = check_resume(resume)
     may_resume = checkpoints is not None and restored_parts is None
-    is_elastic = isinstance(step, Elastic)
-    initial = InitialState.read(state, may_resume=may_resume, is_elastic=is_elastic)
+    initial = InitialState.read(state, may_resume=may_resume)
     evaluations = check_evaluations(evaluation, initial.state)
-    (step, initial, segments), user_hooks = read_step(step, initial), check_hooks(hooks)
-    user_parts, user_hooks = split_parts(user_hooks)
+    user_parts, user_hooks = split_parts(check_hooks(hooks))
     check_kinds(user_hooks, evaluations)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
     runner = check_numbers(step, lengths, log_every, steps_per_call, patience)
@@ -181,12 +175,11 @@ def fit(
     check_resumable(checkpoints, feed, all_hooks)
 
     has_writer = any(getattr(hook, "writes_metrics", False) for hook in user_hooks)
-    live = None if segments is None else segments.live
-    with needs_all(), ExitStack() as unless_opened:  # an argument may be refused
+    with ExitStack() as unless_opened:  # an argument may be refused
         directory = RunDirectory(
-            run_dir, upload, has_writer=has_writer, has_cache=compilation_cache, group=live
+            run_dir, upload, has_writer=has_writer, has_cache=compilation_cache
         )
-        series = open_series(checkpoints, directory, live)
+        series = _open_series(checkpoints, directory)
         if series is not None:
             unless_opened.callback(series.close)
         arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
@@ -202,18 +195,18 @@ def fit(
             feed,
             _make_dispatcher(all_hooks, user_hooks, directory, config, watched),
             series,
-            make_peers(segments),
+            Alone() if jax.process_count() == 1 else Several(),
             Options(evaluations, log_every, directory.metrics_path is None, restored_parts),
             total=initial.step + to_do if to_do else steps,
         )
         unless_opened.pop_all()
     session.user_parts, session.parts = user_parts, [directory]
     del state, initial, describe  # so that a restored state can take the memory
-    with _attach_result(session), needs_all(), _opened(session, directory, segments, patience):
-        start_or_resume(session, directory, segments, more_steps, resume)
-        show_start(session, directory)
-        with report_failed_peer():  # of an elastic run, `fold_to_the_end` catches deaths
-            fold_to_the_end(session, directory, segments, more_steps)
+    with _attach_result(session), _opened(session, directory, patience):
+        _start_or_resume(session, directory, more_steps, resume)
+        _show_start(session, directory)
+        with report_failed_peer():
+            _fold_to_the_end(session, directory, more_steps)
         _take_capsule(session, directory)
     result = _make_result(session, _stop_reason(session) or Stop("error", ""))
     raise_signal(session.peers, session.run, result)
@@ -261,6 +254,16 @@ class FitResult(NamedTuple):
         )
 
 
+def _open_series(checkpoints: Checkpoints | None, directory: RunDirectory) -> Series | None:
+    """Open the checkpoints of a run, in its directory unless they have one."""
+    if checkpoints is None:
+        return None
+    if checkpoints.directory is None and directory.path is None:
+        refuse("checkpoints", "a directory", "none", "give run_dir=…, or sf.Checkpoints('path')")
+    path: Any = checkpoints.directory
+    return Series(checkpoints, path or directory.path / "checkpoints")  # type: ignore[operator]
+
+
 def _make_dispatcher(
     hooks: Sequence[Hook],
     user_hooks: Sequence[Hook],
@@ -279,9 +282,7 @@ def _make_dispatcher(
 
 
 @contextmanager
-def _opened(
-    session: Session, directory: RunDirectory, segments: Segments | None, patience: float | None
-) -> Iterator[None]:
+def _opened(session: Session, directory: RunDirectory, patience: float | None) -> Iterator[None]:
     """Open what belongs to the run, and close it in reverse order, however the run ends."""
     series, peers, hooks = session.series, session.peers, session.hooks.hooks
     with ExitStack() as stack:
@@ -297,14 +298,92 @@ def _opened(
             stack.enter_context(series)
             stack.callback(print_waiting, peers, series)
         stack.callback(directory.stopwatch.end)
-        if segments is not None:
-            stack.push(partial(tell_spares, session, segments))
-            patience, leave_behind = segments.elastic.patience, segments.elastic.leave_behind
-            get_group = lambda: segments.group
-            stack.enter_context(end_if_stuck(get_group, patience, hooks, leave_behind=leave_behind))
-        elif peers.position is not None:  # several processes
+        if peers.position is not None:  # several processes
             stack.enter_context(end_all_if_stuck(peers.position, patience, hooks))
         yield
+
+
+def _start_or_resume(
+    session: Session,
+    directory: RunDirectory,
+    more_steps: int | None,
+    resume: bool | Sequence[str],
+) -> None:
+    """Resume from a checkpoint if there is one."""
+    series, rollbacks = session.series, session.rollbacks
+    if series is None or rollbacks is None or not _has_checkpoint(series):
+        if rollbacks is not None:
+            rollbacks.drop_note()
+        if series is not None:
+            with agreement(f"{series.directory}: not started"):
+                if jax.process_index() == 0:
+                    drop_results(series.store)
+        if series is not None and (others := series.steps()):
+            steps = ", ".join(map(str, others))
+            text = f"{series.directory} has steps {steps} of another program"
+            advice = "the run starts from the beginning; sf.restore may read these steps"
+            warnings.warn(f"checkpoints: {text}; {advice}", stacklevel=3)
+        session.initialize()
+        directory.start(session)
+        return
+    if resume is False:
+        expected = "a directory without checkpoints to start in"
+        got = f"steps {', '.join(map(str, series.steps()))} in {series.directory}"
+        refuse("resume=False", expected, got, "delete them, or give another directory")
+    rollbacks.load()
+    if rollbacks.done:
+        session.skip([rollback.skipped for rollback in rollbacks.done])
+    with agreement(f"{series.directory}: not resumed"):
+        session.continue_from_checkpoint(series, more_steps)
+    directory.fetch(session)
+    directory.continue_from(session)
+
+
+def _has_checkpoint(series: Series) -> bool:
+    """Whether process 0 sees a checkpoint, which may be damaged; collective."""
+    with agreement(f"{series.directory}: not resumed"):
+        has_checkpoint = jax.process_index() == 0 and series.has_checkpoint()
+    return broadcast_from_first([has_checkpoint])[0]
+
+
+def _show_start(session: Session, directory: RunDirectory) -> None:
+    """Let hooks that show progress say from where the run resumes, and what it compiles."""
+    step, series, programs = session.run.resumed, session.series, directory.programs
+    hooks = [hook for hook in session.hooks.hooks if isinstance(hook, progress)]
+
+    def show(line: str) -> None:
+        for hook in hooks:
+            hook.show(line)
+
+    programs.show = show
+    session.runner.on_compile = programs.note_step
+    if step is not None and series is not None:
+        show(f"resuming from step {step} of {directory.path or series.directory}")
+
+
+def _fold_to_the_end(session: Session, directory: RunDirectory, more_steps: int | None) -> None:
+    """Fold to the end; go back where a hook asks for it."""
+    session.fold()
+    while session.run.go_back_request is not None:
+        _go_back(session, directory, session.run.go_back_request, more_steps)
+        session.fold()
+
+
+def _go_back(
+    session: Session, directory: RunDirectory, request: GoBack, more_steps: int | None
+) -> None:
+    """Restore an earlier checkpoint, and skip the batches that the request names."""
+    series, rollbacks, run = session.series, session.rollbacks, session.run
+    if series is None or rollbacks is None:
+        return
+    session.hooks.flush()  # rows of later steps may still wait in a thread
+    rollback = rollbacks.note(request, run.step, run.batches_used)
+    directory.end_attempt(run.step, Stop("go_back", str(rollback)))
+    del run  # so that the restored state can take the memory
+    rollbacks.delete_later()
+    session.continue_from_checkpoint(series, more_steps)
+    session.skip([rollback.skipped])
+    directory.continue_from(session)
 
 
 def _find_nonfinite(session: Session) -> Nonfinite | None:

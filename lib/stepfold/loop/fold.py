@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from stepfold.core.processes import Group, Position
+from stepfold.core.processes import Position
 from stepfold.errors import DataError, refuse
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.hooks.base import Stop
@@ -61,7 +61,7 @@ class Part(Protocol):
 
     `fit` takes parts among its hooks. It does them after the evaluations and the end of an epoch,
     and before a save. They may also have `open(run)`, called before the first step, and `close()`.
-    Both are called again if the run goes back or repeats steps.
+    Both are called again if the run goes back.
 
     >>> import math, jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> class Halve:
@@ -107,7 +107,7 @@ def fold(
     Yields the run after each step and part, so that after an exception the last one is known.
     """
     # First what is due at the start, or was interrupted.
-    run = yield from visit(parts, peers.meet(run), peers)
+    run = yield from visit(parts, run, peers)
     run = peers.agree(run)
     while run.end is None:
         following = next_due(parts, run)
@@ -123,7 +123,7 @@ def fold(
         # A request that ends the run between two visits leaves the rest to `Ending`.
         if run.step >= following or run.end is None:
             yield run  # with the requests on which all agree
-            run = yield from visit(parts, peers.meet(run), peers)
+            run = yield from visit(parts, run, peers)
             run = peers.agree(run)
     yield run
     return run
@@ -181,16 +181,13 @@ class WaitInterrupted(BaseException):
 class Alone:
     """The processes of a run, if it is a single one: it agrees to each request at once.
 
-    `Several` in `stepfold.loop.peers` does the same for several processes, and `Survivors` in
-    `elastic` for those of an elastic run.
+    `Several` in `stepfold.loop.peers` does the same for several processes.
 
-    Requests that come from outside the fold, as from signals, wait in an inbox. Five methods bring
+    Requests that come from outside the fold, as from signals, wait in an inbox. Four methods bring
     processes together. Each is called where it is, because they differ in what they wait for:
 
     - `agree`, after each step and visit of the parts, waits for nothing: several processes dispatch
       a vote, and read the previous one.
-    - `meet`, before hooks see what steps did, waits for the devices and processes of an elastic
-      run, so that hooks see no steps that a death makes it repeat. In other runs it is a no-op.
     - `hear`, after hooks saw an event, adds the requests that came meanwhile, so that a save comes
       after them. Several processes do not wait here, since another may still call its hooks; they
       vote earlier than usual.
@@ -200,7 +197,6 @@ class Alone:
       votes do not hold. From then on the run is the same in all processes.
 
     Attributes:
-      group: the processes of an elastic run that train.
       position: how far this process is, if there are others.
       error: of user code, if it is raised only once all processes have stopped and saved.
       signal: the number of the first signal to stop, once it has come.
@@ -211,8 +207,7 @@ class Alone:
     is_alone = True
     position: Position | None = None
 
-    def __init__(self, group: Group | None = None) -> None:
-        self.group = group
+    def __init__(self) -> None:
         self.error: Exception | None = None
         self.signal: int | None = None
         self.leaves_at_once = self.is_waiting = False
@@ -253,10 +248,6 @@ class Alone:
             requests.append(self._inbox.popleft())
         return run.ask(*requests)
 
-    def meet(self, run: Run) -> Run:
-        """Wait until all processes of an elastic run have done the steps of this one."""
-        return run
-
     def wait_for(self, function: Callable[..., Any], *args: Any, may_interrupt: bool = True) -> Any:
         """Call a function that may block; return `NO_VALUE` on StopIteration or a signal."""
         try:
@@ -286,19 +277,12 @@ class Alone:
         """Return the run with `instead` in place of requests that are done, and end their votes."""
         return run.without(*kinds).ask(*instead)
 
-    def regroup(self, group: Group, run: Run) -> Run:  # noqa: ARG002
-        """Continue with the processes that are left."""
-        return run
-
     def forget(self) -> None:
         """Forget what hooks requested, since a checkpoint shows them later events again."""
 
     def defer(self, run: Run, error: Exception) -> Run:  # noqa: ARG002
         """Raise an error of user code, or defer it until all processes have stopped."""
         raise error
-
-    def keep(self, run: Run) -> None:
-        """Keep a state that replaces another one, to continue from it."""
 
     def move(self, doing: str, step: int) -> None:
         """Count how far this process is, to find out which one is stuck."""

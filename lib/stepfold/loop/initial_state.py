@@ -31,19 +31,18 @@ class InitialState(NamedTuple):
     make: Callable[[], Any] | None = None
 
     @classmethod
-    def read(cls, state: Any, *, may_resume: bool, is_elastic: bool) -> "InitialState":
+    def read(cls, state: Any, *, may_resume: bool) -> "InitialState":
         """Read the argument of `fit`.
 
-        A run that cannot resume the whole state calls a function at once. So does an elastic one,
-        in which a process without devices has an abstract state.
+        A run that cannot resume the whole state calls a function at once.
         """
         is_function = callable(state) and jax.tree_util.all_leaves([state])
-        if is_function and may_resume and not is_elastic:
+        if is_function and may_resume:
             return _describe(state)
         state = state() if is_function else state
         leaves: list[Any] = jax.tree.leaves(state)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            if not may_resume and not is_elastic:
+            if not may_resume:
                 refuse("state", "arrays", "an abstract state", _HOW)
             return cls(jax.tree.map(_strong, state), 0, {}, _refuse_start)
         check_not_donated(state)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from stepfold.checkpoint.series import Series
-from stepfold.core.processes import KeyValues, agreement, processes_of
+from stepfold.core.processes import KeyValues, agreement
 from stepfold.data.epochs import size_at
 from stepfold.errors import refuse
 from stepfold.loop.data import BatchFeed, batch_sizes
@@ -117,8 +117,6 @@ class Log:
             data_wait_seconds=feed.wait_seconds,
             kind=kind,
             hook_seconds=self._hooks.seconds,
-            processes=processes_of(peers.group),
-            batch_share=feed.batch_share,
             is_late=kind != "train" and interval.step < run.step,
         )
         event, requests = self._call(event)
@@ -136,10 +134,10 @@ class Log:
 
     def _call(self, event: Event) -> tuple[Event, list[Any]]:
         """Call the hooks; with several processes, either all or none replace the state."""
-        hooks, group = self._hooks, self._peers.group
+        hooks = self._hooks
         if self._peers.is_alone:
             return hooks.dispatch(event)
-        with agreement("hooks: failed", group) if hooks.replaces_state else nullcontext():
+        with agreement("hooks: failed") if hooks.replaces_state else nullcontext():
             event, requests = hooks.dispatch(event)
         reasons = [
             request.why if isinstance(request, Replace) else f"{request.why}: {request.weights}"
@@ -150,7 +148,7 @@ class Log:
             advice = "set it, and return the same in all processes"
             refuse("hooks", "replaces_state = True on a hook that returns Replace", "none", advice)
         if hooks.replaces_state:
-            gathered = KeyValues("fit", group).gather(reasons, "an event")
+            gathered = KeyValues("fit").gather(reasons, "an event")
             if any(others != reasons for others in gathered):
                 refuse("hooks", "the same replacements in every process", str(gathered))
         return event, requests
@@ -171,9 +169,7 @@ class Log:
         if isinstance(request, Reweight):
             self._feed.reweight(request.weights, run.batches_used + max(at, run.step) - run.step)
             return run.note(request.why, "weights")
-        run = run._replace(state=request.state).note(request.why)
-        self._peers.keep(run)
-        return run
+        return run._replace(state=request.state).note(request.why)
 
 
 class Evaluate:
@@ -204,10 +200,8 @@ class Evaluate:
         if self._is_done(run):
             return run
         with self._hooks.stopwatch.measure(self.name):
-            group, position = self._peers.group, self._peers.position
-            metrics = self._peers.wait_for(self.evaluation, run.state, group, position)
+            metrics = self._peers.wait_for(self.evaluation, run.state, self._peers.position)
         self._peers.move("hooks", run.step)
-        self._peers.meet(run)
         if metrics is NO_VALUE:  # a signal came
             return self._peers.hear(run)
         if self._peers.error:

@@ -1,18 +1,17 @@
-"""End a process that is alive but stuck, or all of them; an elastic run continues without it.
+"""End all processes of a run if one is alive but stuck.
 
 A process that is stuck in a batch, a hook or a file system still sends heartbeats, so the others
-wait for it forever, in a meeting or a collective. Each process therefore publishes its `Position`.
-If no position has changed for some time, those that are behind are stuck: all processes count the
-same events in the same order, and whoever waits for another has counted more than it.
+wait for it forever, in a collective. Each process therefore publishes its `Position`. If no
+position has changed for some time, those that are behind are stuck: all processes count the same
+events in the same order, and whoever waits for another has counted more than it.
 
 A process that is stuck dumps the stacks of its threads and exits, by the timer of `faulthandler`:
 all processes keep restarting it, until they are found to be stuck. It needs no GIL, so it also ends
-a process in which a library holds that. Its heartbeats then stop, and the others of an elastic run
-continue as after any other death. Those of other runs wait in a collective that no exception can
-end, so they print the stacks of the stuck process and end by their own timers.
+a process in which a library holds that. The others wait in a collective that no exception can end,
+so they print the stacks of the stuck process and end by their own timers.
 
-Positions tell nothing before a process has done its first step with the present devices, since that
-compiles; nor if all are alike, while they evaluate, save or call hooks, since that may take long.
+Positions tell nothing before a process has done its first step, since that compiles; nor if all are
+alike, while they evaluate, save or call hooks, since that may take long.
 """
 
 import faulthandler
@@ -22,14 +21,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import jax
 
-from stepfold.core.processes import Group, KeyValues, Position, spell_processes
-from stepfold.errors import PeerTimeoutError, StepfoldError, refuse
+from stepfold.core.processes import KeyValues, Position
+from stepfold.errors import PeerTimeoutError
 from stepfold.loop.hooks.stop import watchdog
 
 _IN_STEPS = (Position.BATCH, Position.OTHERS, Position.DEVICES)
@@ -42,9 +41,7 @@ _LONGEST_STACKS = 100_000  # characters
 class Seen(NamedTuple):
     """A position as other processes see it."""
 
-    meetings: int
     moves: int
-    waits: int
     step: int
     doing: str
     has_run: bool
@@ -56,8 +53,8 @@ def find_stuck(seen: Mapping[int, Seen]) -> list[int]:
 
     The list is empty if there may be a good reason for them to take long.
     """
-    first = min(each[:2] for each in seen.values())
-    behind = [process for process, each in seen.items() if each[:2] == first]
+    first = min(each.moves for each in seen.values())
+    behind = [process for process, each in seen.items() if each.moves == first]
     if not all(seen[process].has_run for process in behind):
         return []
     in_steps = all(seen[p].doing in _IN_STEPS for p in behind)
@@ -68,15 +65,12 @@ def find_stuck(seen: Mapping[int, Seen]) -> list[int]:
 def end_all_if_stuck(
     position: Position, patience: float | None, hooks: Sequence[Any]
 ) -> Iterator[None]:
-    """Watch for stuck processes of a run that is not elastic, and end all if there is one."""
+    """Watch for stuck processes of a run, and end all if there is one."""
     if patience is None or not KeyValues("stuck"):
         yield
         return
-    # It never meets: it has a position and a name.
-    group = Group(tuple(range(jax.process_count())), position=position)
-    folder = f"{KeyValues('stuck').count_call()}/"  # of this call of `fit`
     has_timer = any(isinstance(hook, watchdog) for hook in hooks)
-    watch = _WatchAll(lambda: group, patience, folder=folder, owns_timer=not has_timer)
+    watch = _Watch(position, patience, owns_timer=not has_timer)
     try:
         yield
     except Exception as error:
@@ -86,67 +80,26 @@ def end_all_if_stuck(
         watch.close()
 
 
-@contextmanager
-def end_if_stuck(
-    get_group: Callable[[], Group],
-    patience: float | None,
-    hooks: Sequence[Any],
-    *,
-    leave_behind: bool,
-) -> Iterator[None]:
-    """Watch for stuck processes of a group, which may change, if the run has patience."""
-    if patience is None:
-        yield
-        return
-    if any(isinstance(hook, watchdog) for hook in hooks):
-        expected, got = "no sf.watchdog next to Elastic(patience=…), which has its timer", "one"
-        refuse("hooks", expected, got, "drop it: patience dumps the stacks too")
-    watch = _Watch(get_group, patience, leave_behind=leave_behind)
-    try:
-        yield
-    finally:
-        watch.close()
-
-
-def spell_lost(group: Group, dead: Collection[int], *, leave_behind: bool) -> str:
-    """Describe the death of processes; raise if one was stuck and is not to be left behind."""
-    if jax.process_index() in dead:  # it was frozen, and has woken up
-        expected = "an answer of each process within the heartbeat of the others"
-        refuse("fit", expected, "a later one; they continue without it", kind=StepfoldError)
-    texts = KeyValues("stuck", group).get("found")
-    stuck = {process: texts[str(process)] for process in sorted(dead) if str(process) in texts}
-    if stuck and not leave_behind:
-        got = "; ".join(f"process {process} {text}" for process, text in stuck.items())
-        advice = "see the stacks in its stderr, and start all again to resume"
-        refuse("fit", "no process to be stuck", got, advice, kind=StepfoldError)
-    if not stuck:
-        return f"{spell_processes(sorted(dead))} died"
-    notes = {process: f" ({text})" for process, text in stuck.items()}
-    return ", ".join(f"process {process} died{notes.get(process, '')}" for process in sorted(dead))
-
-
 class _Watch:
-    """Publishes the position of this process, reads those of all, and finds out who is stuck."""
+    """Publishes the position of this process, reads those of all, and finds out who is stuck.
 
-    def __init__(
-        self,
-        get_group: Callable[[], Group],
-        patience: float,
-        *,
-        leave_behind: bool = False,
-        folder: str = "",
-        owns_timer: bool = True,
-    ) -> None:
-        self._get_group, self._patience, self._leaves_behind = get_group, patience, leave_behind
-        self._folder, self._owns_timer = folder, owns_timer
+    It then ends all processes, each with the stacks of those that are stuck in its log.
+    """
+
+    def __init__(self, position: Position, patience: float, *, owns_timer: bool) -> None:
+        self._position, self._patience, self._owns_timer = position, patience, owns_timer
+        self._values = KeyValues("stuck")
+        self._folder = f"{self._values.count_call()}/"  # of this call of `fit`
         heartbeats = KeyValues("start_distributed").get("heartbeat")
-        # Before that, the others find a dead process, and the collectives that it fails time out.
+        # Before that, jax finds a dead process, and the collectives that it fails time out.
         self._limit = max(heartbeats.values(), default=_HEARTBEAT) + patience
         self._host, self._me = socket.gethostname(), jax.process_index()
         self._is_over, self._is_stuck = threading.Event(), False
-        self._begin(get_group())
+        self._published: list[Any] = []
+        self._seen: dict[int, Seen] = {}
+        self._moved_at = time.monotonic()
         # At once, since a library may hold the GIL before the threads see that it has run a step.
-        get_group().position.on_run = self._start
+        position.on_run = self._start
         # Reading positions may block, which must not keep the other from restarting the timer.
         self._threads = [
             threading.Thread(target=target, name="stepfold-patience", daemon=True)
@@ -163,15 +116,18 @@ class _Watch:
         if self._owns_timer:
             faulthandler.cancel_dump_traceback_later()
 
-    def _begin(self, group: Group) -> None:
-        """Start over with a group, whose positions are new."""
-        self._group, self._published = group, list[Any]()
-        self._seen: dict[int, Seen] = {}
-        self._found: set[int] = set()
-        self._moved_at = time.monotonic()
+    def explain(self, error: Exception) -> None:
+        """Print the stacks of stuck processes, which then end, if that is why this one fails."""
+        self._is_over.set()  # this one ends by its exception
+        with suppress(RuntimeError):  # the service has ended
+            for process in error.processes if isinstance(error, PeerTimeoutError) else ():
+                at = self._seen.get(process)
+                self._note(process, "late" if at is None else _spell(at))
+            if found := self._found_by_any():
+                self._show(found)
 
     def _start(self) -> None:
-        self._publish(self._get_group())
+        self._publish()
         if self._owns_timer:
             self._end_after(self._limit + self._patience)
 
@@ -184,7 +140,7 @@ class _Watch:
                 return
             if not self._owns_timer:
                 continue
-            if self._get_group().position.has_run:
+            if self._position.has_run:
                 # A little later than the others find it, so that they can name it.
                 self._end_after(self._limit + self._patience)
             else:
@@ -194,82 +150,12 @@ class _Watch:
         file = sys.__stderr__ or sys.stderr
         faulthandler.dump_traceback_later(seconds, exit=True, file=file)
 
-    def _publish(self, group: Group) -> None:
-        at = group.position
-        own = [at.meetings, at.moves, at.waits, at.step, at.doing, at.has_run, self._host]
+    def _publish(self) -> None:
+        at = self._position
+        own = [at.moves, at.step, at.doing, at.has_run, self._host]
         if own != self._published:
-            KeyValues("stuck", group).set(f"{self._folder}positions/{self._me}", own)
+            self._values.set(f"{self._folder}positions/{self._me}", own)
             self._published = own
-
-    @property
-    def _values(self) -> KeyValues:
-        return KeyValues("stuck", self._group)
-
-    def _read(self) -> None:
-        """Look at the positions of all, until this process is stuck."""
-        while not self._is_over.wait(self._patience / 10) and not self._is_stuck:
-            self._look()
-
-    def _look(self) -> None:
-        """Publish the own position, and read all."""
-        if (group := self._get_group()) is not self._group:
-            self._begin(group)
-        self._publish(group)
-        positions = self._values.get(f"{self._folder}positions")
-        if len(positions) == len(group.processes):
-            self._judge({int(process): Seen(*each) for process, each in positions.items()})
-
-    def _judge(self, seen: dict[int, Seen]) -> None:
-        """Find out who is stuck, if there was no progress for long enough."""
-        now = time.monotonic()
-        if seen != self._seen:
-            self._seen, self._moved_at = seen, now
-        rest = {process: each for process, each in seen.items() if process not in self._found}
-        seconds = now - self._moved_at
-        if seconds >= self._limit and rest and (stuck := find_stuck(rest)):
-            self._report(stuck, rest, seconds)
-
-    def _report(self, stuck: Sequence[int], rest: Mapping[int, Seen], seconds: float) -> None:
-        """Report the stuck processes, and leave them out from now on."""
-        for process in stuck:
-            text = _spell(rest[process])
-            self._note(process, text)
-            self._say(
-                f"process {process} is {text}, without progress for {seconds:.0f} s; "
-                f"{self._outcome(stuck, rest)}"
-            )
-        self._found |= set(stuck)
-        # Nothing moves until these have ended, which a held GIL delays, and count as dead.
-        self._moved_at = time.monotonic() + 2 * self._patience
-        self._is_stuck = self._me in stuck
-
-    def _note(self, process: int, text: str) -> None:
-        """Let all processes know that one is stuck."""
-        self._values.set(f"{self._folder}found/{process}", text)
-
-    def _outcome(self, stuck: Sequence[int], rest: Mapping[int, Seen]) -> str:
-        if len(stuck) == len(rest):
-            return "all are at the same point, so all end"
-        if 0 in stuck:
-            return "process 0 answers the others, so all end"
-        return f"the others {'continue' if self._leaves_behind else 'end'}"
-
-    def _say(self, text: str) -> None:
-        print(f"stepfold: {text}", file=sys.stderr, flush=True)  # noqa: T201  see `report_failed_peer`
-
-
-class _WatchAll(_Watch):
-    """A watch that ends all processes, each with the stacks of those that are stuck in its log."""
-
-    def explain(self, error: Exception) -> None:
-        """Print the stacks of stuck processes, which then end, if that is why this one fails."""
-        self._is_over.set()  # this one ends by its exception
-        with suppress(RuntimeError):  # the service has ended
-            for process in error.processes if isinstance(error, PeerTimeoutError) else ():
-                at = self._seen.get(process)
-                self._note(process, "late" if at is None else _spell(at))
-            if found := self._found_by_any():
-                self._show(found)
 
     def _read(self) -> None:
         """Look at the positions of all, until one process has found that one is stuck."""
@@ -282,9 +168,27 @@ class _WatchAll(_Watch):
                 read_at = time.monotonic()
                 self._look()
 
-    def _report(self, stuck: Sequence[int], rest: Mapping[int, Seen], seconds: float) -> None:
-        for process in stuck:
-            self._note(process, f"{_spell(rest[process])}, without progress for {seconds:.0f} s")
+    def _look(self) -> None:
+        """Publish the own position, and read all."""
+        self._publish()
+        positions = self._values.get(f"{self._folder}positions")
+        if len(positions) == jax.process_count():
+            self._judge({int(process): Seen(*each) for process, each in positions.items()})
+
+    def _judge(self, seen: dict[int, Seen]) -> None:
+        """Find out who is stuck, if there was no progress for long enough."""
+        now = time.monotonic()
+        if seen != self._seen:
+            self._seen, self._moved_at = seen, now
+        seconds = now - self._moved_at
+        if seconds >= self._limit:
+            for process in find_stuck(seen):
+                text = f"{_spell(seen[process])}, without progress for {seconds:.0f} s"
+                self._note(process, text)
+
+    def _note(self, process: int, text: str) -> None:
+        """Let all processes know that one is stuck."""
+        self._values.set(f"{self._folder}found/{process}", text)
 
     def _found_by_any(self) -> dict[int, str]:
         found = self._values.get(f"{self._folder}found")
@@ -295,7 +199,7 @@ class _WatchAll(_Watch):
             self._values.set(f"{self._folder}stacks/{self._me}", _dump_stacks())
         self._show(found)
         # The first that ends fails the collectives of the others, and process 0 answers them.
-        others, until = {str(process) for process in self._group.processes}, self._deadline()
+        others, until = {str(process) for process in range(jax.process_count())}, self._deadline()
         while others - {*self._values.get(f"{self._folder}shown")} and time.monotonic() < until:
             time.sleep(_STACK_SECONDS)
         self._is_stuck = True  # so that the other thread does not restart the timer
@@ -318,6 +222,9 @@ class _WatchAll(_Watch):
             time.sleep(_STACK_SECONDS)
         for process in sorted(left):
             self._say(f"process {process} gives no stacks; its own log has them once it ends")
+
+    def _say(self, text: str) -> None:
+        print(f"stepfold: {text}", file=sys.stderr, flush=True)  # noqa: T201  see `report_failed_peer`
 
     def _deadline(self) -> float:
         return time.monotonic() + min(self._patience, 4 * _FOUND_SECONDS)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stepfold.core.processes import Group, KeyValues, Position, spell_processes
+from stepfold.core.processes import KeyValues, Position, spell_processes
 from stepfold.errors import DataError, StepfoldError, refuse
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Gather
@@ -47,9 +47,9 @@ class Several(Alone):
     is_alone = False
     position: Position
 
-    def __init__(self, group: Group | None = None) -> None:
-        super().__init__(group)
-        self.position = Position() if group is None else group.position
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = Position()
         self.failed_process: int | None = None  # the first in which user code raised an error
         self._own = Requests()
         self._save_requests = 0
@@ -67,7 +67,7 @@ class Several(Alone):
         left, total = feed.batches_left(run.batches_used), run.total
         if left is not None and total is not None:
             left = min(left, max(0, total - run.step))
-        lengths = KeyValues("fit", self.group).gather([total, left], "the start of the run")
+        lengths = KeyValues("fit").gather([total, left], "the start of the run")
         totals, counts = ([length[i] for length in lengths] for i in range(2))
         self._votes_on_batches = None in counts
         if len(set(totals)) > 1 or (None not in counts and len(set(counts)) > 1):
@@ -113,7 +113,7 @@ class Several(Alone):
         """Keep as many batches as all processes have, so that all stop at the same step."""
         self.move(Position.OTHERS, run.step)
         if run.is_at_start:  # a process may be minutes late
-            KeyValues("fit", self.group).gather(None, "a first batch")
+            KeyValues("fit").gather(None, "a first batch")
         run, counts = self._settle(run, len(batches))
         if min(counts) == 0 < max(counts) and self.failed_process is None:
             ended = [process for process, count in enumerate(counts) if not count]
@@ -206,7 +206,7 @@ class Several(Alone):
 
     def conclude(self, run: Run) -> Run:
         self._read_inbox()
-        gathered = KeyValues("fit", self.group).gather([*self._own], "the end of its steps")
+        gathered = KeyValues("fit").gather([*self._own], "the end of its steps")
         # Votes hold only the kinds of requests. These have the reasons too, and replace them.
         run = run.without(*(Kind(kind) for requests in gathered for kind, *_ in requests))
         own = [request.reason for request in self._own]
@@ -220,25 +220,6 @@ class Several(Alone):
                     reason = reason._replace(message=message)
                 run = run.ask(Request(Kind(kind), step, reason, by_hook))
         return run
-
-    def regroup(self, group: Group, run: Run) -> Run:
-        """Continue with the processes that are left.
-
-        Vote again on what this process requested: some may have read a vote that others lack. That
-        includes the requests of its hooks, which see no event twice.
-        """
-        self._read_inbox()
-        if run.requests.has(Kind.SAVE):  # agreed on, and not done
-            self._save_requests += 1
-        self._votes, self._has_event = None, False
-        seen: Any = np.zeros(len(group.processes), np.int32)
-        if self.group is not None and np.ndim(self._seen_saves):
-            left = [process in group.processes for process in self.group.processes]
-            seen = self._seen_saves[left]
-        self._seen_saves = np.min(group.meet(seen.tolist(), "the votes that were read"), axis=0)
-        self._pace = _Pace(voted_at=run.step)
-        self.group, self.position, self._gather = group, group.position, None
-        return run.without(*Kind)
 
     def forget(self) -> None:
         self._read_inbox()
@@ -260,7 +241,7 @@ class Several(Alone):
         others = [request.kind for request in self._own if request.kind is not Kind.SIGNAL]
         number = 0 if own is None else own.reason
         vote = [number, max(others, default=0), microseconds, batches, self._save_requests]
-        self._gather = self._gather or Gather(self.group)
+        self._gather = self._gather or Gather()
         return self._gather(np.array(vote, np.int32))
 
     def _read(self, run: Run, votes: jax.Array) -> Run:

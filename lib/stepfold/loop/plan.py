@@ -21,8 +21,8 @@ class Plan:
     Attributes:
       log_every: the steps between log points, counted from step 0 of the state.
       total: the step at which the run ends; None if the batches say so.
-      recurring: objects with `every` and `every_epochs`, each an integer or None: evaluations,
-        saves, and the segments of an elastic run.
+      recurring: objects with `every` and `every_epochs`, each an integer or None: evaluations and
+        saves.
       epoch_ends: where epochs end, counted from the first batch of the data, after `first_step`.
       logs_epochs: whether hooks are called at the ends of epochs, which are log points then.
       size_changes: the steps after which the batch size changes; no call of several steps crosses

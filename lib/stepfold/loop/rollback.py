@@ -15,7 +15,7 @@ import jax
 
 from stepfold.checkpoint.manifest import DamageError
 from stepfold.checkpoint.series import Series
-from stepfold.core.processes import Disbanded, agreement, broadcast_from_first
+from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.errors import refuse
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.hooks.base import GoBack, Stop
@@ -66,20 +66,20 @@ class Rollbacks:
     def delete_later(self, is_obsolete: Callable[[Any], bool] | None = None) -> None:
         """Delete checkpoints later than the last target: all, or those with such an `extra`."""
         where = f"{self._series.directory}: later steps are not deleted"
-        with agreement(where, self._series.group):
+        with agreement(where):
             self._series.delete_after(self.done[-1].to, is_obsolete)
 
     def drop_note(self) -> None:
         """Drop the note of an earlier run whose checkpoints are gone, even if it is damaged."""
         has_note = False
-        with agreement(f"{self._series.directory}: {_NOTE} is not read", self._series.group):
+        with agreement(f"{self._series.directory}: {_NOTE} is not read"):
             if jax.process_index() == 0:
                 try:
                     has_note = bool(self._read_note())
                 except DamageError as error:
                     has_note = True
                     warnings.warn(f"{error}; it is replaced", RuntimeWarning, stacklevel=3)
-        if broadcast_from_first([has_note], self._series.group)[0]:
+        if broadcast_from_first([has_note])[0]:
             self._write()
 
     def find_target(self, request: GoBack) -> int | Stop:
@@ -88,11 +88,11 @@ class Rollbacks:
             times = "once" if len(self.done) == 1 else f"{len(self.done)} times"
             return Stop("spike", f"{request.why}; went back {times} before, the limit")
         latest, steps = request.to or 0, list[int]()
-        with agreement(f"{self._series.directory}: not gone back", self._series.group):
+        with agreement(f"{self._series.directory}: not gone back"):
             self._series.wait()
             if jax.process_index() == 0:
                 steps = [step for step in self._series.steps() if step <= latest]
-        if steps := broadcast_from_first(steps, self._series.group):
+        if steps := broadcast_from_first(steps):
             return max(steps)
         advice = "Checkpoints(at_start=True) saves one"
         return Stop("spike", f"{request.why}; there is no checkpoint before it ({advice})")
@@ -106,16 +106,12 @@ class Rollbacks:
         skipped = index(first - offset), index(stop - 1 - offset) + 1
         rollback = Rollback(step, request.to or 0, skipped, request.why)
         self.done.append(rollback)
-        try:
-            self._write()
-        except Disbanded:  # the run continues as if it had not been noted, and goes back later
-            self.done.pop()
-            raise
+        self._write()
         return rollback
 
     def _read(self) -> list[Rollback]:
         note: list[Any] = []
-        with agreement(f"{self._series.directory}: {_NOTE} is not read", self._series.group):
+        with agreement(f"{self._series.directory}: {_NOTE} is not read"):
             if jax.process_index() == 0:
                 try:
                     note = self._read_note()
@@ -124,7 +120,7 @@ class Rollbacks:
                         f"{error}; restore it from a copy, or move it away and give batches "
                         "without those that the run skipped"
                     ) from error
-        note = broadcast_from_first(note, self._series.group)
+        note = broadcast_from_first(note)
         return [Rollback(at, to, (first, stop), why) for at, to, (first, stop), why in note]
 
     def _read_note(self) -> list[Any]:
@@ -139,6 +135,6 @@ class Rollbacks:
             refuse(argument, expected, got, kind=DamageError, cause=error)
 
     def _write(self) -> None:
-        with agreement(f"{self._series.directory}: {_NOTE} is not written", self._series.group):
+        with agreement(f"{self._series.directory}: {_NOTE} is not written"):
             if jax.process_index() == 0:
                 self._series.store.write_note(_NOTE, self.done)

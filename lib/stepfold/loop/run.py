@@ -1,8 +1,8 @@
 """A run as one immutable value: all that steps and hooks change. Only its history grows in place.
 
 A checkpoint keeps the state, the position of the data, and what `to_checkpoint` returns.
-To resume, to go back, to repeat what a lost process has cost, and to finish what an exception has
-interrupted are then the same: to fold on from another value.
+To resume, to go back, and to finish what an exception has interrupted are then the same: to fold on
+from another value.
 
 Hooks, signals, the lock of the run directory and other processes make requests, which a run acts on
 between two steps, in a fixed order. They are a value of the run too, and why it ends follows from

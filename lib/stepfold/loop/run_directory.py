@@ -13,7 +13,7 @@ import jax
 from stepfold.checkpoint.claims import Claim, ClaimedError
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import check_shared, read_directory
-from stepfold.core.processes import Group, agreement
+from stepfold.core.processes import agreement
 from stepfold.errors import StepfoldError, refuse
 from stepfold.loop.hooks.base import Hook, Stop, Stopwatch
 from stepfold.loop.programs import Programs
@@ -44,14 +44,13 @@ class RunDirectory:
         *,
         has_writer: bool = False,
         has_cache: bool = True,
-        group: Group | None = None,
     ) -> None:
-        self.path, self._group = None, group
-        with agreement("fit: not started", group):
+        self.path = None
+        with agreement("fit: not started"):
             if run_dir is not None:
                 self.path = read_directory(run_dir, make=True)
         if self.path is not None:
-            check_shared(self.path, group)
+            check_shared(self.path)
         self.programs = Programs(self.path, has_cache=has_cache)
         self._url = upload
         self._upload: Upload | None = None
@@ -98,7 +97,7 @@ class RunDirectory:
         with ExitStack() as stack:
             lock = RunLock(self.path, on_loss)
             stack.callback(lock.release)
-            with agreement(f"run_dir: {self.path}: not opened", self._group):
+            with agreement(f"run_dir: {self.path}: not opened"):
                 if jax.process_index() == 0:
                     lock.acquire()
                     self.programs.clean()
@@ -129,24 +128,22 @@ class RunDirectory:
         """Start a run that does not resume; move the files of an earlier run aside."""
         self(session.run)
         self._note_key(session.run)
-        with agreement(f"run_dir: {self.path}: not opened", session.peers.group):
+        with agreement(f"run_dir: {self.path}: not opened"):
             if self.path is not None and jax.process_index() == 0:
                 move_previous_run(self.path, session.run.step, stacklevel=5)  # at the call of fit
 
-    def continue_from(self, session: Session, losses: Sequence[Any] = ()) -> None:
-        """Continue from the run of a session, which was restored from a checkpoint or a copy.
+    def continue_from(self, session: Session) -> None:
+        """Continue from the run of a session, which was restored from a checkpoint.
 
         The history is read from the rows up to there. Later ones are dropped, since they will be
-        logged again. `losses` says what the deaths of processes have cost.
+        logged again.
         """
         self(session.run)
         self._note_key(session.run)
-        before = self._read_previous()
-        if losses := [*before, *(loss for loss in losses if loss not in before)]:
-            self._metadata["losses"] = losses
+        self._compare_config()
         if session.rollbacks is not None and session.rollbacks.done:
             self._metadata["rollbacks"] = [each._asdict() for each in session.rollbacks.done]
-        with agreement(f"run_dir: {self.path}: not opened", session.peers.group):
+        with agreement(f"run_dir: {self.path}: not opened"):
             self._continue_metrics(session.run)
 
     def _note_key(self, run: Run) -> None:
@@ -154,30 +151,28 @@ class RunDirectory:
         if (seeds := self._metadata.get("seed")) and seeds["key"] is None:
             self._metadata["seed"] = {**seeds, "key": read_key(run.state)}
 
-    def _read_previous(self) -> list[Any]:
-        """Warn of changes of the config since the previous attempt; return the losses before."""
+    def _compare_config(self) -> None:
+        """Warn of changes of the config since the previous attempt."""
         if self.path is None or self._report is None or jax.process_index() != 0:
-            return []
+            return
         try:
-            info = read_run_info(self.path)
+            before = read_run_info(self.path).get("config")
         except (StepfoldError, OSError):
-            return []  # the report warns of it
-        before, losses = info.get("config"), info.get("losses")
+            return  # the report warns of it
         changes = config_changes(before, self._metadata["config"])
         self._report.config_changes = changes
         if changes and before is not None:
             text = ", ".join(f"{name} from {old} to {new}" for name, (old, new) in changes.items())
             warnings.warn(f"config: changed since the checkpoint: {text}", stacklevel=5)
-        return losses if isinstance(losses, list) else []
 
     def fetch(self, session: Session) -> None:
         """Fetch what another host has uploaded, before a run resumes."""
         if self._upload is not None:
-            with agreement(f"run_dir: {self.path}: not resumed", session.peers.group):
+            with agreement(f"run_dir: {self.path}: not resumed"):
                 self._upload.fetch(session.run.step)
 
     def end_attempt(self, step: int, stop: Stop) -> None:
-        """Note where the run goes back or loses a process, and why."""
+        """Note where the run goes back, and why."""
         if self._report is not None:
             self._report.end_attempt(step, stop)
 

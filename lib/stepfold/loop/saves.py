@@ -181,7 +181,7 @@ class Save:
         curve = run.history.get(ranking[0], Curve())
         values = {step: {ranking[0]: x} for step, x in zip(curve.steps, curve, strict=True)}
         is_best = order_by(ranking, values)[:1] == [run.step]
-        return is_best if peers.is_alone else broadcast_from_first([is_best], peers.group)[0]
+        return is_best if peers.is_alone else broadcast_from_first([is_best])[0]
 
     def _what(self, run: Run, *, permanent: bool, is_needed: bool = False) -> str | None:
         """Return what a save writes at this step: "state", "metadata", or None for nothing.

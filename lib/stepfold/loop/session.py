@@ -1,7 +1,6 @@
 """What folds a run: its step, batches, hooks and checkpoints, and where it continues from.
 
-To start, to resume, to go back and to repeat what a lost process has cost are one thing: to
-continue from a checkpoint, or from a copy in memory that is like one.
+To start, to resume and to go back are one thing: to fold on from another run.
 """
 
 import warnings
@@ -108,15 +107,14 @@ class Session:
         finish = None if elsewhere is None else elsewhere.finish
         ending = Ending(log, events, save, peers, self.rollbacks, finish)
         try:
-            with agreement("hooks: not opened", peers.group):
+            with agreement("hooks: not opened"):
                 hooks.open(self.run.step, self.run.total)
                 for part in self.user_parts:
                     call_optional(part, "open", self.run)
             if elsewhere is not None:
                 elsewhere.open(self.run)
-            if not self.run.marks:  # otherwise it repeats steps, and hooks have made their requests
-                mark = self.feed.mark(self.run.step, self.run.batches_used)
-                self.run = self._stop_again(self.run)._replace(marks=(mark,))
+            mark = self.feed.mark(self.run.step, self.run.batches_used)
+            self.run = self._stop_again(self.run)._replace(marks=(mark,))
             self.run = self.run._replace(hook_states=hooks.get_state())
             # Each run is the one of this session until the next one.
             for self.run in fold(self.run, self.runner, self.feed, parts, peers):  # noqa: B020
@@ -141,7 +139,7 @@ class Session:
         All processes know it at once, so that none does a step until a vote.
         """
         reason = [*(self.hooks.still_stops() or ("", ""))]
-        kind, message = broadcast_from_first(reason, self.peers.group)
+        kind, message = broadcast_from_first(reason)
         if not message or run.requests.has(Kind.STOP):
             return run
         self.was_over = self.was_over or run.resumed == run.step != run.total
@@ -163,18 +161,16 @@ class Session:
         names = [each.name for each in self._options.evaluations if each.elsewhere]
         if series is None or not names:
             return False
-        with agreement(f"{series.directory}: not resumed", self.peers.group):
+        with agreement(f"{series.directory}: not resumed"):
             if jax.process_index() == 0:
                 results = [r for r in find_results(series.store) if r.evaluation in names]
                 has_new = any(run.evaluated.get(r.evaluation, -1) < r.step for r in results)
-        return broadcast_from_first([has_new], self.peers.group)[0]
+        return broadcast_from_first([has_new])[0]
 
     def _plan(self) -> Plan:
         run, feed, options = self.run, self.feed, self._options
         saves = [] if self.series is None else [self.series.policy, self.series.policy.temporary]
         first_step = run.step - run.batches_used
-        # In an elastic run, all wait for the devices at a log point anyway.
-        is_exact = self.hooks.needs_exact_state or self.peers.group is not None
         return Plan(
             options.log_every,
             run.total,
@@ -183,7 +179,7 @@ class Session:
             first_step=first_step,
             logs_epochs=self.hooks.wants_epochs,
             size_changes=[first_step + start for start, _ in batch_sizes(feed.batches)[1:]],
-            delay=0 if is_exact else Plan.delay_of(options.log_every),
+            delay=0 if self.hooks.needs_exact_state else Plan.delay_of(options.log_every),
         )
 
     def describe(self, run: Run) -> dict[str, Any]:
@@ -203,7 +199,7 @@ class Session:
     def initialize(self) -> None:
         """Make the state of a run that does not resume, if it was given as a function."""
         if self._make_state is not None:
-            with agreement("state: not initialized", self.peers.group):
+            with agreement("state: not initialized"):
                 self.run = self.run._replace(state=self._make_state())
 
     def continue_from_checkpoint(self, series: Series, more_steps: int | None = None) -> None:
@@ -245,14 +241,6 @@ class Session:
         used = self.feed.seek(restored.data, run.step, used, needs_batches=needs_batches)
         self.run = run._replace(batches_used=used)
         return run.is_complete
-
-    def continue_as_resumed(self) -> None:
-        """Continue as another job would that resumes the run, without the batches it skipped."""
-        if self.series is not None and self.rollbacks is not None:
-            self.rollbacks.load()
-            self.continue_from_checkpoint(self.series)
-            if self.rollbacks.done:  # the last of them may be new
-                self.skip([rollback.skipped for rollback in self.rollbacks.done])
 
     def skip(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Skip ranges of batch indices, which begin after the position of the batches."""

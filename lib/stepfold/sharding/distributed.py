@@ -6,16 +6,13 @@ assigns one GPU to a process that has its host to itself, and mistakes one SLURM
 Kubernetes and TPU pods are left to jax, which asks their services.
 """
 
-import atexit
 import importlib.util
 import os
 import re
-import signal
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from socket import create_connection, create_server
 from typing import Any
@@ -23,9 +20,7 @@ from typing import Any
 import jax
 
 from stepfold.core.processes import DEFAULT_TIMEOUT, KeyValues
-from stepfold.core.validation import check_flags
 from stepfold.errors import ConfigError, refuse
-from stepfold.internals.jax import enable_recoverability, is_recoverable, live_processes
 
 # A coordinator that has answered before counts as ended after this many failed connections.
 _POLL_SECONDS, _MAX_FAILURES = 2.0, 3
@@ -78,7 +73,6 @@ def start_distributed(
     timeout: int = DEFAULT_TIMEOUT,
     heartbeat: int = 100,
     shutdown: int | None = None,
-    elastic: bool = False,
 ) -> Distributed:
     """Join the processes of a job in one jax runtime; a no-op in a single process.
 
@@ -97,12 +91,6 @@ def start_distributed(
     - an exception: that process waits for the others at its exit. They fail in their next
       collective, or jax terminates all of them after `shutdown` seconds.
 
-    With `elastic`, the others continue without a process that was killed, in a run of
-    `fit(sf.Elastic(…), …)`. Only the death of process 0, which all others ask who is alive, still
-    ends them all. It sets what jax's guide to fault tolerance asks for, as far as it is not set:
-    `jax_enable_recoverability`, flags of XLA for collectives, which then fail instead of waiting
-    for a dead process, and for GPUs two environment variables. On GPUs this has not been tested.
-
     Args:
       coordinator: "host:port", the same in all processes: the host of process 0 and any free port.
         It overrides that of a launcher, for example if mpirun runs on another host than process 0.
@@ -114,19 +102,15 @@ def start_distributed(
       timeout: seconds to wait for all processes to connect, and later for a process that is late
         at the start of a run, or with its first batch of a new number of rows.
       heartbeat: seconds without a heartbeat after which a process counts as dead; jax then
-        terminates the others, unless they are elastic. An elastic run also waits for a collective
-        no longer than this.
+        terminates the others.
       shutdown: seconds that a process waits at its exit, also after an exception, for the others to
         exit; jax then terminates them all. By default as long as `heartbeat`; give more if process
         0 works alone for longer at the end of the script.
-      elastic: whether the others continue after the death of one. SIGTERM then acts as before
-        this call; jax's own handler only notes it.
 
     Raises:
       ConfigError: if the arguments or the environment do not fit together, if jax has already
-        initialized its devices, if jax was started without `elastic` before, or if not all
-        processes connect in time. In the last case the process has to exit; otherwise jax aborts
-        it a minute later.
+        initialized its devices, or if not all processes connect in time. In the last case the
+        process has to exit; otherwise jax aborts it a minute later.
 
     >>> import stepfold as sf
     >>> print(sf.start_distributed())
@@ -136,12 +120,8 @@ def start_distributed(
     for name, seconds in (("timeout", timeout), ("heartbeat", heartbeat), ("shutdown", shutdown)):
         if not isinstance(seconds, int) or seconds < 1:
             refuse(name, "a whole number of seconds", repr(seconds))
-    check_flags(elastic=elastic)
     job, local = _find_job(coordinator, processes, process, os.environ)
     if jax.distributed.is_initialized():
-        if elastic and not is_recoverable():
-            got, advice = "one that ends with any process", "give it to the first call"
-            refuse("elastic", "a runtime of jax that was started with it", got, advice)
         running = Distributed("already started", jax.process_index(), jax.process_count())
         if job.how != "alone" and replace(job, how=running.how, coordinator=None) == running:
             return job
@@ -157,51 +137,14 @@ def start_distributed(
         "heartbeat_timeout_seconds": heartbeat,
         "shutdown_timeout_seconds": shutdown,
     }
-    with _recoverable(heartbeat) if elastic and job.how != "alone" else nullcontext():
-        if job.how in _DETECTED_BY_JAX:
-            job = _start_by_detection(job.how, timeout, options)
-        elif job.how != "alone":
-            _start(job, timeout, {**options, "cluster_detection_method": "deactivate"})
+    if job.how in _DETECTED_BY_JAX:
+        job = _start_by_detection(job.how, timeout, options)
+    elif job.how != "alone":
+        _start(job, timeout, {**options, "cluster_detection_method": "deactivate"})
     if job.processes > 1 and (settings := KeyValues("start_distributed")):
         settings.set(f"timeout/{job.process}", timeout)
         settings.set(f"heartbeat/{job.process}", heartbeat)
     return job
-
-
-@contextmanager
-def _recoverable(heartbeat: int) -> Iterator[None]:
-    """Start jax's runtime so that it survives the death of a process."""
-    enable_recoverability()
-    # XLA reads its flags when the first backend starts, so they may be set after jax is imported.
-    # Without the first, a process that waits for another survivor in gloo does so for half an hour.
-    flags = {
-        "--xla_cpu_collective_timeout_seconds": heartbeat,
-        "--xla_gpu_nccl_terminate_on_error": "false",
-        "--xla_gpu_nccl_async_execution": "true",
-        "--xla_gpu_nccl_blocking_communicators": "false",
-    }
-    present = os.environ.get("XLA_FLAGS", "")
-    missing = [f"{name}={value}" for name, value in flags.items() if name not in present]
-    os.environ["XLA_FLAGS"] = " ".join(filter(None, [present, *missing]))
-    os.environ.setdefault("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", "1")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT", "1")
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        # jax's notifier of preemptions has replaced it, so that SIGTERM would do nothing.
-        signal.signal(signal.SIGTERM, handler if handler is not None else signal.SIG_DFL)
-    atexit.register(_leave_together)  # runs before jax's own
-
-
-def _leave_together() -> None:
-    """Leave jax's runtime at the exit after all others, and process 0 last.
-
-    A recoverable process does not wait for the others at its exit, and they fail if process 0 is
-    gone, which answers them.
-    """
-    for _ in range(2 if jax.process_index() == 0 else 1):  # the second time, the others are gone
-        with suppress(RuntimeError):
-            live_processes(range(jax.process_count()))
 
 
 _DETECTED_BY_JAX = {  # with what to do where jax fails

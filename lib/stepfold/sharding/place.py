@@ -14,10 +14,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold import tree
-from stepfold.core.processes import Group, KeyValues, spell_processes
+from stepfold.core.processes import KeyValues, spell_processes
 from stepfold.core.state import check_not_donated
 from stepfold.errors import DataError, PeerTimeoutError, ShardingError, refuse
-from stepfold.internals.jax import can_run, is_recoverable
+from stepfold.internals.jax import can_run
 from stepfold.sharding.mesh import check_mesh, data_axes
 from stepfold.sharding.plan import shardings_of
 from stepfold.sharding.topology import check_here
@@ -106,20 +106,9 @@ def _local_shards(mesh: Mesh, names: tuple[str, ...]) -> tuple[list[int], int]:
     return sorted({index[0].start or 0 for index in indices if index is not None}), num_shards
 
 
-def share_of(mesh: Mesh) -> tuple[int, int, int]:
-    """Return which part of each batch this process makes: the shards `(first, stop, count)`."""
-    local, count = _local_shards(mesh, data_axes(mesh))
-    if not local or local != list(range(local[0], local[-1] + 1)):
-        expected = "consecutive shards of a batch on the devices of each process"
-        advice = "order the devices of the mesh by process along its data axes"
-        refuse("mesh", expected, f"{local} of {count}", advice, kind=ShardingError)
-    return local[0], local[-1] + 1, count
-
-
-def process_mesh(group: Group | None = None) -> Mesh:
-    """Return a mesh of one device of each process, or of each in a group."""
-    every = jax.devices() if group is None else group.devices
-    devices = {device.process_index: device for device in reversed(every)}
+def process_mesh() -> Mesh:
+    """Return a mesh of one device of each process."""
+    devices = {device.process_index: device for device in reversed(jax.devices())}
     return Mesh(np.array([devices[process] for process in sorted(devices)]), ("process",))
 
 
@@ -137,8 +126,7 @@ def _check_equal_rows(mesh: Mesh, rows: int) -> None:
     """Wait until every process of the mesh has had a batch of this many rows.
 
     Runs once for each number of rows, without a collective, so that it may run in a thread: a
-    collective there would run in another order in each process. If processes may die, it does not
-    wait for them, and only compares the numbers so far.
+    collective there would run in another order in each process.
     """
     check_here(mesh.devices.flat)
     processes = sorted({device.process_index for device in mesh.devices.flat})
@@ -159,7 +147,6 @@ def _check_equal_rows(mesh: Mesh, rows: int) -> None:
         differ = any(rows not in got and got - counts[me] for got in counts.values())
         differ_since = min(differ_since, time.monotonic()) if differ else math.inf
         is_equal = all(rows in got for got in counts.values())
-        is_equal = is_equal or (is_recoverable() and not differ)
         return is_equal or time.monotonic() - differ_since > _GRACE_SECONDS
 
     answered = seen.wait(is_over)

@@ -34,7 +34,6 @@ class Others:
 
     def __init__(self, monkeypatch):
         self.now, self.step, self.data, self.hooks = 0.0, 0, 0.0, 0.0
-        self.processes = ()
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(jax, "process_count", lambda: 3)
         monkeypatch.setattr(performance, "KeyValues", Values)
@@ -52,7 +51,7 @@ class Others:
         return self.hook(
             sf.Event(
                 self.step, None, {}, None, kind=kind,
-                data_wait_seconds=self.data, hook_seconds=self.hooks, processes=self.processes,
+                data_wait_seconds=self.data, hook_seconds=self.hooks,
             )
         )  # fmt: skip
 
@@ -113,22 +112,3 @@ def test_evaluations_do_not_count(others):
 def test_reports_are_not_more_frequent_than_twice_a_second(others):
     events = [others.report((0.001, 0), (0.001, 0), total=0.02) for _ in range(7)]
     assert [event is not None for event in events] == [False, False, True] * 2 + [False]
-
-
-def test_a_process_that_has_died_is_not_waited_for(others):
-    others.processes = (0, 2)
-    assert others.report((0.001, 0), (0.001, 0)) is None  # of the new group
-    del others.hook._values["1"]
-    others.hook._values["0"] = ["here", 0.0, 0.0, 0.1]
-    assert others.report((0.001, 0), None) is not None
-
-
-def test_hook_seconds_are_measured_if_a_hook_needs_them():
-    seconds = []
-    needs = lambda event: seconds.append(event.hook_seconds)
-    step = lambda state, batch: (state + 1, {"loss": sf.mean(batch)})
-    for needs.needs_hook_seconds in (False, True):
-        hooks = [lambda event: time.sleep(0.02), needs]
-        sf.fit(step, jax.numpy.int32(0), [jax.numpy.zeros(2)] * 3, hooks=hooks, log_every=1)
-    assert seconds[:4] == [0, 0, 0, 0]
-    assert (seconds[4] >= 0.02, seconds[5] >= 0.04) == (True, True)

@@ -161,18 +161,6 @@ def test_attempts_are_listed_with_their_ends(tmp_path):
     ]
 
 
-def test_lost_processes_are_listed_with_what_they_cost(tmp_path):
-    time = NOW.timestamp() - 1800
-    loss = {"lost": "process 2 died", "at": 1234, "from": 1230, "source": "memory", "time": time}
-    loss |= {"processes": [0, 1], "stepped_in": [], "seconds": 1.25}
-    assert page(write_run(tmp_path, losses=[loss])).table("Lost processes") == [
-        [
-            *("process 2 died", "2026-03-01 11:30:00", "1,234"),
-            *("from step 1,230, from its copies", "processes 0, 1", "1.25 s"),
-        ]
-    ]
-
-
 # Figures.
 
 

@@ -145,8 +145,6 @@ class Event(NamedTuple):
       weights: the weights of `per_step`; 0 for a skipped step, whose value is NaN.
       time: when the step was done, on the clock of `time.perf_counter`, or None.
       kind: `"train"`, or the name of the evaluation.
-      processes: the processes that train, which are fewer once an elastic run has lost some.
-      batch_share: which part of the rows of a step this process makes.
       is_late: whether it is an evaluation of an earlier step, which another process has made. The
         state is then that of the step at which its result arrived.
 
@@ -166,8 +164,6 @@ class Event(NamedTuple):
     time: float | None = None
     kind: str = "train"
     hook_seconds: float = 0.0
-    processes: Sequence[int] = ()
-    batch_share: float | None = None
     is_late: bool = False
 
     @property
@@ -190,8 +186,7 @@ class BaseHook:
     """Defaults for hooks with a state, or that declare what they need; to inherit is optional.
 
     Any callable with some of these attributes and methods is a hook too. A hook may also have a
-    method `end_epoch(epoch)`. Each run calls `reset`, unless `set_state` or `stay` was called
-    before.
+    method `end_epoch(epoch)`. Each run calls `reset`, unless `set_state` was called before.
 
     Attributes:
       name: the key of its state, for two hooks of a class with one `metric`.
@@ -250,7 +245,7 @@ class BaseHook:
         """Initialize all that belongs to one run, which begins after `step`."""
 
     def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
-        """Prepare for a run that begins after `step`; called after `set_state` and `stay`."""
+        """Prepare for a run that begins after `step`; called after `set_state`."""
         if not self._stays:
             self.reset(step)
         self._stays = False
@@ -289,10 +284,6 @@ class BaseHook:
             self.reset(0)
             vars(self).update({name: copy(state[name.lstrip("_")]) for name in self.run_state})
             self._stays = True
-
-    def stay(self) -> None:
-        """Do not reset at the next `open`: a run repeats steps, but shows no event again."""
-        self._stays = True
 
 
 def may_stop(hook: Hook) -> bool:
@@ -398,20 +389,13 @@ class HookDispatcher:
         self.replaces_state = any(getattr(h, "replaces_state", False) for h in hooks)
         self._is_timed = any(getattr(h, "needs_hook_seconds", False) for h in hooks)
         self.seconds = 0.0  # spent in events and ends of epochs, if timed
-        self._was_open = False
 
     def open(self, step: int, total: int | None) -> None:
-        self._was_open = True
         for hook in self.hooks:
             call_optional(hook, "open", step, total)
         opened, self._opened = self._opened, None  # once, even if the run goes back
         if opened is not None:
             opened()
-
-    def stay(self) -> None:
-        """Let hooks keep what checkpoints lack of them, since the run shows no event again."""
-        for hook in self.hooks if self._was_open else ():
-            call_optional(hook, "stay")
 
     def still_stops(self) -> Stop | None:
         """Return why the state of a hook stops the run before any event, or None."""

@@ -5,7 +5,7 @@ import socket
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,7 @@ def _num_examples(event: Event) -> float:
     for leaf in jax.tree.leaves(event.batch):
         if np.ndim(leaf):
             is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-            share = event.batch_share or 1 / jax.process_count()
-            return float(np.shape(leaf)[0] / (1.0 if is_global else share))
+            return float(np.shape(leaf)[0] * (1 if is_global else jax.process_count()))
     return 0.0
 
 
@@ -153,19 +152,14 @@ class stragglers(BaseHook):  # noqa: N801
 
     def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
         self._values = KeyValues("stragglers")
-        self._processes: Sequence[int] = ()  # whose values are compared
+        self._folder = str(self._values.count_call()) if self._values else ""
         self._mark: np.ndarray | None = None  # steps and seconds at the last event
         self._sums = np.zeros(4)  # of the time since the last report
         self._warned_of: str | None = None  # the process, until it is fast again
 
     def __call__(self, event: Event) -> dict[str, float] | None:
-        processes = event.processes or range(jax.process_count())
-        if len(processes) == 1 or not self._values:
+        if jax.process_count() == 1 or not self._values:
             return None
-        if self._processes != processes:
-            self._processes, names = processes, "-".join(map(str, processes))
-            # Counted by each group, since some processes may step in later.
-            self._folder = f"{names}.{KeyValues(f'stragglers/{names}').count_call()}"
         now = time.perf_counter()
         mark = np.array([event.step, event.data_wait_seconds, event.hook_seconds, now])
         before, self._mark = self._mark, mark
@@ -181,7 +175,7 @@ class stragglers(BaseHook):  # noqa: N801
         rows = self._values.get(self._folder) if jax.process_index() == 0 else {}
         key = f"{self._folder}/{jax.process_index()}"
         self._values.set(key, [socket.gethostname(), *means])
-        return self._compare(event.step, rows) if len(rows) == len(self._processes) else None
+        return self._compare(event.step, rows) if len(rows) == jax.process_count() else None
 
     def _compare(self, step: int, rows: Mapping[str, Any]) -> dict[str, float]:
         own = {process: data + hooks for process, (_, data, hooks, _) in rows.items()}

@@ -219,7 +219,7 @@ class stop_early(BaseHook):  # noqa: N801
     def set_state(self, state: Any) -> None:
         best, best_state = (self.best, self.best_step), self.best_state
         super().set_state(state)
-        if (self.best, self.best_step) == best:  # as in a run that repeats steps after a death
+        if (self.best, self.best_step) == best:  # as in a run that goes back
             self.best_state = best_state
 
     def still_stops(self) -> Stop | None:
@@ -367,7 +367,7 @@ class watchdog(BaseHook):  # noqa: N801
     process can have only one, and it fires even if a library hangs while it holds the GIL. With
     `abort` the process exits with code 1 and saves nothing: a launcher that starts it again resumes
     from the last checkpoint. Stacks go to stderr, or to a `file` that has a descriptor. It watches
-    only its own process; `Elastic(patience=…)` finds out which of several the others wait for.
+    only its own process; `fit(patience=…)` finds out which of several the others wait for.
 
     >>> import stepfold as sf
     >>> hook = sf.watchdog(600)

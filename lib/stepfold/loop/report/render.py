@@ -23,7 +23,6 @@ import numpy as np
 from stepfold import tree
 from stepfold.checkpoint.steps import order_by
 from stepfold.core.metric_modes import known_mode
-from stepfold.core.processes import spell_processes
 from stepfold.loop.report.read import Run, siblings, thin
 from stepfold.loop.report.times import (
     attempt_seconds,
@@ -111,7 +110,6 @@ def _describe(run: Run, name: str, now: datetime) -> dict[str, Any]:
     tables = {  # of rows, the header first
         _TIME: [("", "time", "share", "per step"), *time_rows(run)],
         "Attempts": [("started (UTC)", "from step", "to step", "time", "end"), *attempts],
-        "Lost processes": [("", "at (UTC)", "step", "continued", "on", "time"), *_losses(run)],
         "Checkpoints": [("step", "saved (UTC)", "metrics"), *_checkpoints(run)],
         "Parameters": [("path", "shape", "dtype", "number", "share"), *_parameters(run)],
         "Configuration": [("", "value"), *_configuration(run).items()],
@@ -191,17 +189,6 @@ def _programs(run: Run) -> Iterator[str]:
     if texts:
         yield "; ".join(texts)
     yield from (reason[0].upper() + reason[1:] for reason in programs.get("reasons") or ())
-
-
-def _losses(run: Run) -> Iterator[Sequence[str]]:
-    """List the processes that an elastic run has lost, and what that cost."""
-    for loss in run.info.get("losses") or ():
-        at = datetime.fromtimestamp(loss["time"], UTC).isoformat()
-        source = "its copies" if loss["source"] == "memory" else "a checkpoint"
-        continued = f"from step {loss['from']:,}, from {source}"
-        processes = spell_processes(loss["processes"])
-        seconds = spell_duration(loss["seconds"])
-        yield loss["lost"], _time(at), f"{loss['at']:,}", continued, processes, seconds
 
 
 def _checkpoints(run: Run) -> Iterator[Sequence[str]]:
