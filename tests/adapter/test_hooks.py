@@ -10,15 +10,14 @@ import pytest
 import stepfold as sf
 from stepfold.adapter import Watcher
 from stepfold.adapter.hooks import (
+    EpochHistory,
     ProgressBar,
     StopOnSkipped,
     Timers,
     add_advice,
     check_watchers,
-    epoch_means,
 )
 from stepfold.data.epochs import EpochEnds
-from stepfold.loop.metrics import History
 
 ENDS = EpochEnds.of_length(4)
 
@@ -63,15 +62,28 @@ def test_a_watcher_of_other_values_is_refused(values, message):
         check_watchers([Watcher(*values)])
 
 
-def test_the_mean_of_an_epoch_is_weighted_by_its_own_steps():
-    """A run may start in it, and a log point may be in the next one."""
-    history = History()
-    for step, loss in ((7, 4.0), (8, 1.0), (10, 1.0), (13, 5.0)):
-        history.add(step, {"train/loss": loss})
-    assert epoch_means(history, ENDS, start=5) == {"train_loss": [3.0, 1.0, 5.0]}
-    assert epoch_means(history, ENDS, start=4) == {"train_loss": [3.25, 1.0, 5.0]}
-    resumed = epoch_means(history, ENDS, start=8)  # the history is that of the first run too
-    assert resumed == {"train_loss": [3.25, 1.0, 5.0]}
+def train_event(step, losses, weights):
+    rows = {"train/loss": np.array(losses)}, {"train/loss": np.array(weights)}
+    metrics = {"train/loss": 0.0, "train/note": float(step)}
+    return sf.Event(step, None, metrics, None, rows[0], weights=rows[1])
+
+
+def test_the_mean_of_an_epoch_is_weighted_by_the_examples_of_its_own_steps():
+    """A log point may be in the middle of an epoch, or after one that was skipped."""
+    hook = EpochHistory(lambda: ENDS)
+    hook(train_event(3, [1.0, 5.0, np.nan], [3, 1, 0]))
+    hook(train_event(6, [4.0, 2.0, 8.0], [4, 1, 2]))
+    hook(sf.Event(6, None, {"eval/loss": 9.0}, None, kind="eval"))
+    resumed = EpochHistory(lambda: ENDS)
+    resumed.set_state(json.loads(json.dumps(hook.get_state())))
+    resumed.open(6, None)
+    resumed(train_event(14, [2.0, 2.0, *[np.nan] * 4, 1.0, 1.0], [1, 1, 0, 0, 0, 0, 1, 1]))
+    means = resumed.by_name()
+    assert means.pop("train_loss") == pytest.approx([3.0, 22 / 5, np.nan, 1.0], nan_ok=True)
+    assert means == {"train_note": [3.0, 6.0, 14.0], "eval_loss": [9.0]}
+    ahead = EpochHistory(lambda: ENDS, offset=2)  # of the batches
+    ahead(train_event(4, [1.0, 3.0, 7.0, 9.0], [1, 1, 1, 1]))
+    assert ahead.by_name()["train_loss"] == [2.0, 8.0]
 
 
 # Bars

@@ -17,7 +17,6 @@ from stepfold.adapter.steps import (
     as_metrics,
     as_train_step,
     evaluate_with,
-    weight_by_rows,
 )
 
 from . import digits
@@ -57,15 +56,11 @@ def test_numbers_of_an_evaluation_are_weighted_by_rows():
     assert sf.evaluate(step, (), [ROW, 6 * ROW[:1]]) == {"loss": 2.0}
 
 
-@pytest.mark.parametrize("stateful", [False, True])
-def test_a_loss_that_is_a_number_is_weighted_by_rows_and_an_average_by_itself(stateful):
-    more = ({}, ()) if stateful else ()
-    number = weight_by_rows(lambda *args: (jnp.float32(2.0), *more) if more else jnp.float32(2.0))
-    returned = number((), ROW, None)
-    assert float((returned[0] if stateful else returned).count) == 4.0
-    terms = weight_by_rows(lambda *args: {"a": sf.mean(ROW[:2]), "b": jnp.float32(1.0)})
-    returned = terms((), ROW, None)
-    assert [float(returned[name].count) for name in "ab"] == [2.0, 4.0]
+def test_numbers_of_a_step_are_weighted_by_the_mask_if_there_is_one():
+    batch = {"x": ROW, "mask": np.array([True, True, True, False])}
+    assert as_eval_step(lambda state, batch: {"loss": 2.0})((), batch)["loss"].count == 3
+    step = as_train_step(lambda state, batch: (state, {"loss": 2.0}))
+    assert [step(1.0, data)[1]["loss"].count for data in (batch, ROW)] == [3, 4]
 
 
 # Steps of a loss function
@@ -124,7 +119,7 @@ def test_a_returned_state_and_numbers_replace_the_others():
     assert float(state.params) == pytest.approx(1.9)
     assert sorted(metrics) == ["loss", "twice"]
     assert float(metrics["loss"].count) == 4.0
-    assert (float(metrics["twice"].compute()), float(metrics["twice"].count)) == (4.0, 1.0)
+    assert (float(metrics["twice"].compute()), float(metrics["twice"].count)) == (4.0, 4.0)
 
 
 def test_an_exception_after_a_step_is_raised_when_the_caller_has_the_state():

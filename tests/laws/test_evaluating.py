@@ -6,6 +6,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from clu import metrics as clu
 from jax.sharding import PartitionSpec as P
@@ -148,3 +149,80 @@ def test_with_dropout_the_same_state_on_the_same_batches_gives_the_same():
     """The key is that of the step to come."""
     one = lambda: course.evaluation()(course.start())
     assert one() == one()
+
+
+# A loss or a metric that is a number: a mean over the examples of its batch
+
+
+def number(params, batch, key):
+    """Divide by hand, as most write it."""
+    mask = batch["mask"].astype(jnp.float32)
+    total = lambda values: (values * mask).sum() / mask.sum()
+    return total(batch["x"] * params), {"twice": total(2 * batch["x"])}
+
+
+def plain_number(params, batch, key):
+    return {"fit": (batch["x"] * params).mean(), "constant": 3.0}, {"twice": 2 * batch["x"].mean()}
+
+
+def one():
+    return sf.init_state(jnp.ones(()), optax.sgd(0.0), jax.random.key(0))
+
+
+FEW = {"x": np.array([1, 1, 1, 1, 6], np.float32)}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5])
+def test_a_number_weighs_as_many_rows_as_its_batch_has(size):
+    ragged = sf.batches(FEW, size, epochs=1, remainder="keep")
+    found = sf.evaluate(sf.make_eval_step(plain_number), one(), ragged)
+    assert found == pytest.approx({"loss": 5.0, "fit": 2.0, "constant": 3.0, "twice": 4.0})
+    padded = sf.batches(FEW, size, epochs=1, remainder="pad")
+    found = sf.evaluate(sf.make_eval_step(number), one(), padded)
+    assert found == pytest.approx({"loss": 2.0, "twice": 4.0})
+
+
+def test_a_number_weighs_the_same_at_log_points_and_at_the_ends_of_epochs():
+    step, epochs = sf.make_train_step(number, optax.sgd(0.0)), []
+    callback = sf.callback(lambda trainer, epoch, metrics: epochs.append(metrics))
+    batches = sf.batches(FEW, 4, epochs=2, seed=0, remainder="pad")
+    history = sf.fit(step, one(), batches, log_every=2, hooks=callback).history
+    for means in (history["train/loss"], [epoch["train_loss"] for epoch in epochs]):
+        assert means == pytest.approx([2.0, 2.0])
+    for means in (history["train/twice"], [epoch["train_twice"] for epoch in epochs]):
+        assert means == pytest.approx([4.0, 4.0])
+
+
+def test_a_number_changes_no_gradient_and_microbatches_weigh_the_same():
+    """Some rows are masked, and the number is a mean over all of them."""
+    data = {"x": jnp.arange(1.0, 13.0), "mask": jnp.arange(12) % 3 == 0}
+    loss = lambda params, batch, key: {
+        "masked": sf.mean(batch["x"] * params, batch["mask"]),
+        "all": (batch["x"] * params**2).mean(),
+    }
+    params, key, tx = jnp.float32(3.0), jax.random.key(0), optax.sgd(1.0)
+    want = jax.grad(lambda p: loss(p, data, key)["all"] + loss(p, data, key)["masked"].compute())
+    for accumulate in (1, 2, 6):
+        state = sf.init_state(params, tx, key)
+        state, metrics = sf.make_train_step(loss, tx, accumulate=accumulate)(state, data)
+        assert float(params - state.params) == pytest.approx(float(want(params)), rel=1e-6)
+        assert (float(metrics["all"].compute()), float(metrics["all"].count)) == (58.5, 4.0)
+
+
+@pytest.mark.filterwarnings("ignore:loss_fn: expected a loss that depends on batch")
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        (np.ones((3, 2)), 3),
+        ((np.ones((3, 2)), np.ones(3)), 3),
+        ({"rate": np.float32(0.1), "x": np.ones((3, 2))}, 3),
+        ({"x": np.ones((3, 2)), "mask": np.array([True, False, True])}, 2),
+        ({"x": np.ones((3, 2)), "mask": np.array([[1, 1], [1, 0], [0, 0]])}, 3),
+        ({"x": np.ones((3, 2)), "mask": np.array([0.5, 0.25, 0])}, 0.75),
+        ({"x": np.ones((3, 2)), "mask": None}, 3),
+        (np.float32(2), 1),
+    ],
+)
+def test_the_weight_of_a_number_is_that_of_the_mask_or_else_the_rows(batch, count):
+    measure = sf.make_eval_step(lambda params, batch, key: params)
+    assert float(jax.jit(measure)(one(), batch)["loss"].count) == count

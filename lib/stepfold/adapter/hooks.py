@@ -18,6 +18,7 @@ from stepfold.errors import OutOfMemoryError, refuse
 from stepfold.inspect.memory import is_exhausted
 from stepfold.loop.hooks.base import BaseHook, Event, Stop, call_optional
 from stepfold.loop.hooks.progress import progress
+from stepfold.loop.hooks.wrappers import add_sums, means_of, weighted_sum
 from stepfold.tree import describe_value
 
 
@@ -58,13 +59,6 @@ class StopOnSkipped(BaseHook):
                 in_a_row = "" if self._limit == 1 else f", the last of {self._limit} in a row"
                 return Stop("nonfinite", message + in_a_row)
         return None
-
-
-def weighted_sum(event: Event, name: str) -> tuple[float, float]:
-    """Return the total of a train metric over the steps of an event, and its weight."""
-    values = np.asarray(event.per_step.get(name, ()), np.float64)
-    weights = np.asarray(event.weights.get(name, np.ones(len(values))), np.float64)
-    return float(np.where(weights, values, 0.0) @ weights), float(weights.sum())
 
 
 class LossTracker(BaseHook):
@@ -127,6 +121,7 @@ class Methods(BaseTrainerProtocol, Protocol):
 
     writer: Any
     watched_step: int
+    plan: Any
 
     @property
     def epochs_done(self) -> int: ...
@@ -239,31 +234,55 @@ def add_advice(error: BaseException) -> None:
         )
 
 
-def epoch_means(
-    history: Mapping[str, Any], ends: EpochEnds, start: int = 0, offset: int = 0
-) -> dict[str, list[float]]:
-    """Return metrics by epoch, with names such as `train_loss`.
+class EpochHistory(BaseHook):
+    """Collect metrics by epoch: means of train metrics over its examples, others its last value.
 
-    Train metrics are means over the steps of an epoch, others are its last value. Epochs without a
-    value are left out. `start` is the step at which the run started; `offset` is the number of
-    batches that the data are ahead of the step.
+    `find_ends` is called at each event, since a run that goes back skips batches. `offset` is the
+    number of batches that the data are ahead of the step.
     """
-    means: dict[str, list[float]] = {}
-    for name, curve in history.items():
-        epochs: dict[int, list[tuple[float, int]]] = {}  # values, and the steps each stands for
-        # The history of a resumed run has the steps before `start` too.
-        before = start if curve.steps[:1] > [start] else 0
-        for step, value in zip(curve.steps, curve, strict=True):
-            epoch = ends.done(step - 1 + offset)
-            count = step - max(before, ends.end(epoch) - offset)
-            epochs.setdefault(epoch, []).append((value, count))
-            before = step
-        if name.startswith("train/"):
-            values = [sum(x * n for x, n in e) / sum(n for _, n in e) for e in epochs.values()]
-        else:
-            values = [rows[-1][0] for rows in epochs.values()]
-        means[name.replace("/", "_")] = values
-    return means
+
+    run_state = ("_epochs",)
+
+    def __init__(self, find_ends: Callable[[], EpochEnds], offset: int = 0) -> None:
+        self._find_ends, self._offset = find_ends, offset
+        self.reset(0)
+
+    def reset(self, step: int) -> None:  # noqa: ARG002
+        # Numbers of epochs, with totals and weights by name, and latest values by name.
+        self._epochs: list[Sequence[Any]] = []
+
+    def __call__(self, event: Event) -> None:
+        ends, offset = self._find_ends(), self._offset
+        start = event.step - max(map(len, event.per_step.values()), default=0)
+        step = start
+        while step < event.step:  # an interval may be of several epochs
+            epoch = ends.done(step + offset)
+            stop = min(event.step, max(step + 1, ends.end(epoch + 1) - offset))
+            sums, latest = self._of(epoch)
+            self._put(epoch, add_sums(sums, event, slice(step - start, stop - start)), latest)
+            step = stop
+        epoch = ends.done(max(0, event.step - 1 + offset))
+        sums, latest = self._of(epoch)
+        self._put(epoch, sums, {**latest, **event.metrics})
+
+    def _of(self, epoch: int) -> Sequence[Any]:
+        is_known = self._epochs and self._epochs[-1][0] == epoch
+        return self._epochs[-1][1:] if is_known else ({}, {})
+
+    def _put(self, epoch: int, *values: Any) -> None:
+        is_known = self._epochs and self._epochs[-1][0] == epoch
+        self._epochs = [*(self._epochs[:-1] if is_known else self._epochs), (epoch, *values)]
+
+    def by_name(self) -> dict[str, list[float]]:
+        """Return the values of the epochs, with names such as `train_loss`.
+
+        Epochs without a value are left out.
+        """
+        values: dict[str, list[float]] = {}
+        for _, sums, latest in self._epochs:
+            for name, value in {**latest, **means_of(sums)}.items():
+                values.setdefault(name.replace("/", "_"), []).append(value)
+        return values
 
 
 class ProgressBar:

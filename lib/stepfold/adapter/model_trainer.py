@@ -6,7 +6,6 @@ epochs.
 
 import copy
 import functools
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +13,8 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from stepfold import tree
-from stepfold.adapter.hooks import weighted_sum
-from stepfold.adapter.loading import num_rows
 from stepfold.adapter.steps import call_evaluate
 from stepfold.core.loss import LossFn, mean
 from stepfold.core.state import TrainState
@@ -26,7 +22,8 @@ from stepfold.errors import DataError, refuse
 from stepfold.loop.data import check_batches
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.fit import FitResult, fit
-from stepfold.loop.hooks.base import BaseHook, Event
+from stepfold.loop.hooks.base import Event
+from stepfold.loop.hooks.wrappers import EpochMeans
 
 # Models: callable pytrees
 
@@ -193,19 +190,13 @@ def output_of(outputs: Any, name: str) -> Any:
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
-def count_examples(batch: Any) -> int:
-    """Return the number of examples in a batch, without padding."""
-    mask = mask_of(batch)
-    return num_rows(batch) if mask is None else int(np.sum(mask))
-
-
 def mask_of(batch: Any) -> Any:
     """Return the mask of a batch, or None."""
     return batch.get("mask") if isinstance(batch, Mapping) else None
 
 
 def _reduce(name: str, value: Any, batch: Any) -> Any:
-    """Turn values of examples into a mean under the mask; weight a number by its examples."""
+    """Turn values of examples into a mean under the mask; a number is their mean already."""
     from clu.metrics import Metric
 
     if isinstance(value, Metric) or not tree.is_data(value):
@@ -217,7 +208,7 @@ def _reduce(name: str, value: Any, batch: Any) -> Any:
         expected = 'values of examples, or sf.mean(values, mask), for a batch with a "mask"'
         advice = "leave out the mean, which the trainer takes"
         refuse(name, expected, tree.describe_value(value), advice)
-    return mean(value, jnp.float32(num_rows(batch)))
+    return value
 
 
 # Epochs
@@ -304,41 +295,32 @@ def make_evaluation(trainer: Any, dataloader: Any) -> Evaluation:
     return Evaluation(measure, every_epochs=1)
 
 
-class EpochHook(BaseHook):
+class EpochHook(EpochMeans):
     """Collect the metrics of each epoch, and call functions `(trainer, epoch, metrics)` after it.
 
-    Train metrics are means over the examples of the epoch, those of evaluations the last values.
     They are named `train_loss`, `eval_loss` and so on.
 
     Attributes:
       history: lists with a value for each epoch, by name.
     """
 
-    run_state = ("history", "_sums", "_evaluated")
+    run_state = ("history", *EpochMeans.run_state)
 
     def __init__(self, trainer: Any, callbacks: Sequence[Callable[..., Any]]) -> None:
         self._trainer, self._callbacks = trainer, callbacks
         self.reset(0)
 
-    def reset(self, step: int) -> None:  # noqa: ARG002
+    def reset(self, step: int) -> None:
+        super().reset(step)
         self.history: dict[str, list[float]] = {}
-        self._sums: dict[str, list[float]] = {}  # total and weight in the epoch so far
-        self._evaluated: dict[str, float] = {}
 
     def __call__(self, event: Event) -> None:
         self._trainer.state = event.state
-        for name in event.per_step:
-            before = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = list(map(operator.add, before, weighted_sum(event, name)))
-        if not event.is_train:
-            self._evaluated.update(event.metrics)
+        super().__call__(event._replace(metrics={}) if event.is_train else event)
 
     def end_epoch(self, epoch: int) -> None:
-        means = {name: x / weight if weight else np.nan for name, (x, weight) in self._sums.items()}
-        numbers = {**means, **self._evaluated}
-        metrics = {name.replace("/", "_", 1): value for name, value in numbers.items()}
+        metrics = {name.replace("/", "_", 1): x for name, x in self.take_means().items()}
         past = self.history
         self.history = past | {name: [*past.get(name, []), x] for name, x in metrics.items()}
-        self._sums, self._evaluated = {}, {}
         for callback in self._callbacks:
             callback(self._trainer, epoch, dict(metrics))

@@ -20,7 +20,6 @@ from stepfold.adapter.model_trainer import (
     EpochHook,
     ModelTrainer,
     call_model,
-    count_examples,
     make_evaluation,
     output_of,
     read_dataloader,
@@ -32,6 +31,7 @@ from stepfold.adapter.model_trainer import Model as Model
 from stepfold.adapter.steps import as_metrics
 from stepfold.adapter.validation import check_list
 from stepfold.checkpoint.policy import Checkpoints
+from stepfold.core.loss import count_examples
 from stepfold.core.metric_modes import known_mode
 from stepfold.core.state import TrainState, init_state
 from stepfold.core.step import make_eval_step, make_train_step

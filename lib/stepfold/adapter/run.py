@@ -18,6 +18,7 @@ from stepfold.adapter.loading import TrainingLoader
 from stepfold.adapter.parts import Parts
 from stepfold.adapter.steps import Step, StepWithHooks, call_evaluate
 from stepfold.core.validation import absolute_path, takes_any_keyword
+from stepfold.data.epochs import EpochEnds
 from stepfold.errors import refuse
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.loop.evaluate import Evaluation, mesh_of
@@ -251,7 +252,16 @@ def make_hooks(
     has_epochs = bool(getattr(loader, "epoch_ends", getattr(loader, "steps_per_epoch", None)))
     is_exact = bool(parts.watchers) or trainer.overrides("log_watchers")
     own = trainer_hooks.TrainerHook(trainer, has_epochs=has_epochs, needs_exact_state=is_exact)
-    return [*hooks, own, *([] if metric is None else [_expect_metric(metric)])]
+    epochs = trainer_hooks.EpochHistory(lambda: _epoch_ends(trainer), parts.data_offset)
+    return [*hooks, own, *([] if metric is None else [_expect_metric(metric)]), epochs]
+
+
+def _epoch_ends(trainer: trainer_hooks.Methods) -> EpochEnds:
+    """Return where epochs end: those of the batches, or the steps that the arguments set."""
+    ends = getattr(trainer.dataloader_train, "epoch_ends", None)
+    if ends is not None and trainer.arguments.per_epoch_training_steps is None:
+        return ends  # type: ignore[no-any-return]
+    return EpochEnds.of_length(trainer.plan.epoch_steps or trainer.max_training_steps or 1)
 
 
 def stop_on_skipped(arguments: TrainingArguments) -> Hook:

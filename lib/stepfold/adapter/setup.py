@@ -34,7 +34,7 @@ from stepfold.adapter.outputs import (
 )
 from stepfold.adapter.parts import Parts
 from stepfold.adapter.sizes import plan
-from stepfold.adapter.steps import Step, weight_by_rows
+from stepfold.adapter.steps import Step
 from stepfold.adapter.validation import check_config, check_functions
 from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.policy import Checkpoints
@@ -196,7 +196,7 @@ def make_steps(parts: Parts) -> tuple[Step, Step]:
         train_step = observe(train_step, learning_rate=learning_rate_of(parts.scheduler))
     # Without the mesh, since the last batch of an evaluation may not divide by its devices.
     eval_loss = make_loss(arguments, parts.eval_loss_fn or loss_fn)
-    return train_step, make_eval_step(unpadded(weight_by_rows(eval_loss)), **options)
+    return train_step, make_eval_step(unpadded(eval_loss), **options)
 
 
 # The initial state

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from stepfold import tree
-from stepfold.adapter.loading import num_rows
-from stepfold.core.loss import mean
+from stepfold.core.loss import count_examples, mean
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.state import TrainState
 from stepfold.core.validation import read_instance, spell_call, takes
@@ -23,23 +22,6 @@ if TYPE_CHECKING:
     from clu.metrics import Metric
 
 Step = Callable[[Any, Any], Any]
-
-
-def weight_by_rows(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Weight losses that are plain numbers by the examples of the batch."""
-    from clu.metrics import Metric
-
-    def weighted(params: Any, batch: Any, *rest: Any) -> Any:
-        def weigh(term: Any) -> Any:
-            is_number = tree.is_data(term) and jnp.shape(term) == ()
-            return mean(term, jnp.float32(num_rows(batch))) if is_number else term
-
-        returned = loss_fn(params, batch, *rest)
-        loss, *others = returned if isinstance(returned, tuple) else (returned,)
-        loss = jax.tree.map(weigh, loss, is_leaf=lambda node: isinstance(node, Metric))
-        return (loss, *others) if isinstance(returned, tuple) else loss
-
-    return weighted
 
 
 def make_state_type(tx: optax.GradientTransformation) -> type[TrainState]:
@@ -63,7 +45,7 @@ def make_state_type(tx: optax.GradientTransformation) -> type[TrainState]:
 
 
 def as_train_step(step: Step) -> Step:
-    """Turn the numbers that a training step returns into metrics of weight 1."""
+    """Turn the numbers of a training step into metrics weighted by the examples of the batch."""
     if isinstance(step, CompiledStep):  # whose metrics are some already
         return step
 
@@ -71,7 +53,8 @@ def as_train_step(step: Step) -> Step:
         new_state, metrics = read_pair("train_step_fn", step(state, batch))
         if isinstance(state, TrainState) and type(new_state) is TrainState:
             new_state = type(state)(*new_state)  # of the same class, with `apply_gradients`
-        return new_state, as_metrics(metrics, "train_step_fn")
+        weight = count_examples(batch)
+        return new_state, as_metrics(metrics, "train_step_fn", weight=weight)
 
     return train_step
 
@@ -83,7 +66,7 @@ def as_eval_step(step: Step) -> Step:
     """
 
     def eval_step(state: Any, batch: Any) -> dict[str, "Metric"]:
-        metrics = as_metrics(step(state, batch), "eval_step_fn", weight=num_rows(batch))
+        metrics = as_metrics(step(state, batch), "eval_step_fn", weight=count_examples(batch))
         return {name_in_run(name): metric for name, metric in metrics.items()}
 
     return eval_step
@@ -94,7 +77,7 @@ def name_in_run(name: str) -> str:
     return name.removeprefix("eval_").removeprefix("eval/")
 
 
-def as_metrics(metrics: Any, argument: str, *, weight: int = 1) -> dict[str, "Metric"]:
+def as_metrics(metrics: Any, argument: str, *, weight: Any = 1) -> dict[str, "Metric"]:
     """Turn a dict, dataclass or NamedTuple of numbers and metrics into metrics; drop None."""
     from clu.metrics import Metric
 
@@ -151,10 +134,10 @@ class StepWithHooks:
     """Call `before(state, step)` and `after(state, metrics, step)` around each step.
 
     `before` returns a state, `after` a state and metrics; None changes nothing. Metrics are passed
-    as numbers, and numbers that `after` adds or changes are metrics of weight 1. A step that is not
-    jitted is compiled at the first batch. An exception of `after` is raised before the next step or
-    by `raise_pending`, so that the caller can save the state of this step. `restart` is called
-    before the first step, and again if the run goes back.
+    as numbers, and those that `after` adds or changes are weighted by the examples of the batch. A
+    step that is not jitted is compiled at the first batch. An exception of `after` is raised before
+    the next step or by `raise_pending`, so that the caller can save the state of this step.
+    `restart` is called before the first step, and again if the run goes back.
     """
 
     def __init__(self, step: Step, before: Callable[..., Any], after: Callable[..., Any]) -> None:
@@ -185,12 +168,12 @@ class StepWithHooks:
         state, metrics = self._call(state, batch)
         self._steps_done += 1
         try:
-            return self._call_after(state, metrics)
+            return self._call_after(state, metrics, batch)
         except BaseException as error:  # noqa: BLE001  raised when the caller has the state
             self._pending = error
             return state, metrics
 
-    def _call_after(self, state: Any, metrics: Any) -> tuple[Any, Any]:
+    def _call_after(self, state: Any, metrics: Any, batch: Any) -> tuple[Any, Any]:
         numbers = self._compute(metrics)
         returned = self._after(state, dict(numbers), self._steps_done)
         if returned is None:
@@ -201,7 +184,7 @@ class StepWithHooks:
         # Unchanged numbers keep their metric and its weight.
         kept = {n: metrics[n] for n, x in replaced.items() if n in numbers and x is numbers[n]}
         changed = {name: value for name, value in replaced.items() if name not in kept}
-        new = kept | as_metrics(changed, "on_step_end")
+        new = kept | as_metrics(changed, "on_step_end", weight=count_examples(batch))
         self._names = sorted(new) if self._names is None else self._names
         if sorted(new) != self._names:
             expected = f"the metrics of the first step, {', '.join(self._names)}, in each step"
@@ -240,7 +223,7 @@ def evaluate_with(
 
     def eval_step(state: Any, batch: Any) -> Any:
         further = calculator(state, batch)  # type: ignore[misc]
-        further = as_metrics(further, "metric_calculator", weight=num_rows(batch))
+        further = as_metrics(further, "metric_calculator", weight=count_examples(batch))
         return {**step(state, batch), **further}
 
     takes_batch = calculator is not None and not takes(calculator, 1)

@@ -37,7 +37,6 @@ from stepfold.checkpoint.policy import save
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import is_available
 from stepfold.core.validation import absolute_path, read_function, read_instance, refuse_unknown
-from stepfold.data.epochs import EpochEnds
 from stepfold.errors import ConfigError, refuse
 from stepfold.inspect.flops import count, estimate
 from stepfold.loop.evaluate import Evaluation, evaluate
@@ -739,12 +738,14 @@ class Trainer:
 
     @property
     def epoch_history(self) -> dict[str, list[float]]:
-        """The metrics as lists with one element for each epoch, with names such as `train_loss`."""
-        ends = getattr(self.dataloader_train, "epoch_ends", None)
-        if ends is None or self.arguments.per_epoch_training_steps is not None:
-            ends = EpochEnds.of_length(self.plan.epoch_steps or self.max_training_steps or 1)
-        start = getattr(self._run_hook, "start_step", 0)
-        return trainer_hooks.epoch_means(self.history, ends, start, self._parts.data_offset)
+        """The metrics of the last run as lists with one element for each epoch.
+
+        They are named `train_loss` and so on. Those of train steps are means over the examples of
+        the epoch, all others its last value.
+        """
+        kind = trainer_hooks.EpochHistory
+        hooks = (hook for hook in self._run_hooks if isinstance(hook, kind))
+        return next((hook.by_name() for hook in hooks), {})
 
     @property
     def _run_hook(self) -> trainer_hooks.TrainerHook | None:

@@ -47,7 +47,7 @@ def make_grad(
     Loss, metrics and gradients equal those of the full batch up to rounding, since every term keeps
     its own denominator. This includes ragged masks, fully masked microbatches, and weights that
     depend on the parameters (only these cost a second forward pass). A scalar loss weighs all
-    microbatches equally.
+    microbatches equally, since they have the same number of rows.
 
     Microbatch i holds the examples i, i + n, i + 2n, …, so that each device keeps its own rows of a
     sharded batch. Its key is `fold_in(key, i)`; without accumulation it is the key itself. The

@@ -5,8 +5,8 @@ A loss function is `(params, batch, key) -> loss` or `-> (loss, metrics)`. A sta
 `Average` (a total and a weight), or a dict of these, each with *its own* denominator. Totals and
 weights stay separate until the whole batch is reduced. This makes the loss exact under gradient
 accumulation, on several devices and with ragged batches; dividing earlier would not. A metric is a
-`clu.metrics.Metric`, or a number, which counts as an `Average` of weight one: its mean over
-microbatches and steps is reported.
+`clu.metrics.Metric`, or a number. A number, as a loss or a metric, is taken as a mean over the
+examples of its batch: microbatches weigh the same, and batches by `count_examples`.
 
 The contract is checked when a step is made and while jax traces it, so that the checks cost nothing
 in a compiled step.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.errors import ConcretizationTypeError, TracerArrayConversionError
 
 from stepfold import tree
@@ -161,8 +162,8 @@ def checked(loss_fn: LossFn, *, stateful: bool = False) -> LossFn:
     """Wrap a loss function to check the contract and normalize its result.
 
     The result returns `(terms, metrics)`, or `(terms, metrics, model_state)` if stateful; `terms`
-    is a dict of `Average`s in at least float32. A wrong signature raises here, a wrong result while
-    tracing. Idempotent.
+    is a dict of `Average`s in at least float32; numbers are `BatchMean`s. A wrong signature raises
+    here, a wrong result while tracing. Idempotent.
     """
     names = ["params", "batch", "key", "model_state"]
     wanted = f"loss_fn({', '.join(names[: 3 + stateful])})"
@@ -364,13 +365,15 @@ def read_terms(loss: Any) -> Terms:
 def _read_term(path: str, term: Any) -> "Average":
     from clu.metrics import Average
 
+    from stepfold.core.metrics import BatchMean
+
     if not isinstance(term, Average):
-        total = _read_scalar(path, term)
-        return Average(total=total, count=jnp.ones_like(total))
+        return BatchMean.of(_read_scalar(path, term))
     total = _read_scalar(f"{path}.total", term.total)
     if not tree.is_real(term.count) or jnp.shape(term.count) != ():
         refuse(f"{path}.count", "a real scalar", tree.describe_value(term.count), kind=LossError)
-    return Average(total=total, count=jnp.asarray(term.count).astype(total.dtype))
+    kind = BatchMean if isinstance(term, BatchMean) else Average
+    return kind(total=total, count=jnp.asarray(term.count).astype(total.dtype))
 
 
 def _read_scalar(path: str, value: Any) -> Any:
@@ -386,12 +389,14 @@ def _read_scalar(path: str, value: Any) -> Any:
 
 
 def read_metrics(metrics: Any) -> Metrics:
-    """Check the metrics of a loss function, and return them as a dict; numbers become means.
+    """Check the metrics of a loss function, and return them as a dict; numbers are `BatchMean`s.
 
     A field `loss` of a `Collection` is called `metrics/loss`, since `loss` is that of the step: the
     one that is minimized, and that hooks watch.
     """
     from clu.metrics import Collection, Metric
+
+    from stepfold.core.metrics import BatchMean
 
     if isinstance(metrics, Collection):
         # Its private field only counts merges.
@@ -407,7 +412,7 @@ def read_metrics(metrics: Any) -> Metrics:
         if not isinstance(name, str):
             refuse("metrics", "names as strings", repr(name), kind=LossError)
         if tree.is_real(metric) and jnp.shape(metric) == ():
-            metric = mean(metric)
+            metric = BatchMean.of(mean(metric).total)
         if not isinstance(metric, Metric):
             advice = "wrap values as sf.mean(values, mask), so that they merge exactly"
             refuse(path, "a number or a clu.metrics.Metric", got, advice, kind=LossError)
@@ -416,6 +421,32 @@ def read_metrics(metrics: Any) -> Metrics:
             refuse(path, "a metric that is a pytree", got, advice, kind=LossError)
         read[name] = metric
     return read
+
+
+def count_examples(batch: Any) -> Any:
+    """Count the examples of a batch, which is the weight of a number that was computed from it.
+
+    It is the sum of the `mask` if the batch is a dict with one, whatever its shape. Otherwise it is
+    the size of the leading axis of the first leaf that has axes, and 1 if none has.
+    """
+    mask = batch.get("mask") if isinstance(batch, Mapping) else None
+    if mask is not None and tree.is_real(mask):
+        mask = jnp.asarray(mask)
+        return mask.sum(dtype=jnp.int32 if mask.dtype == bool else None)
+    sizes = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
+    return int(sizes[0]) if sizes else 1
+
+
+def weigh_numbers(metrics: Mapping[str, Any], batch: Any) -> dict[str, Any]:
+    """Weigh the terms or metrics that are numbers by the examples of their batch."""
+    from stepfold.core.metrics import BatchMean
+
+    def weigh(metric: Any) -> Any:
+        if not isinstance(metric, BatchMean):
+            return metric
+        return mean(metric.compute(), jnp.asarray(count_examples(batch), jnp.float32))
+
+    return {name: weigh(metric) for name, metric in metrics.items()}
 
 
 def total_of(terms: Terms) -> jax.Array:

@@ -18,6 +18,20 @@ from stepfold.core.perplexity import Perplexity
 from stepfold.errors import LossError
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["total", "count"], meta_fields=[])
+@dataclass(frozen=True)
+class BatchMean(Average):  # type: ignore[misc]
+    """A number that a loss function returned: a mean over a batch, whose weight it does not know.
+
+    The microbatches of a step weigh the same, since they have the same number of rows. The step
+    then weighs their mean by the examples of the whole batch; see `weigh_numbers`.
+    """
+
+    @classmethod
+    def of(cls, value: jax.Array) -> "BatchMean":
+        return cls(total=value, count=jnp.ones_like(value))
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["terms"], meta_fields=[])
 @dataclass(frozen=True)
 class TermSum(Metric):  # type: ignore[misc]
@@ -98,7 +112,7 @@ def merged(stacked: Any, axes: tuple[str, ...] = ()) -> Any:
     """Merge the metrics stacked by a scan, and those of mapped axes; averages are summed."""
 
     def merge(metric: Any) -> Any:
-        if type(metric) in (Average, Perplexity):
+        if type(metric) in (Average, BatchMean, Perplexity):
             total = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), metric)
             return jax.lax.psum(total, axes) if axes else total
         reduced = metric.reduce()

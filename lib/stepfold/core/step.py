@@ -17,7 +17,15 @@ from stepfold.core.gradients import (
     read_gradients,
     rematerialized,
 )
-from stepfold.core.loss import LossFn, Metrics, checked, mean, total_of, warning_of_unread_mask
+from stepfold.core.loss import (
+    LossFn,
+    Metrics,
+    checked,
+    mean,
+    total_of,
+    warning_of_unread_mask,
+    weigh_numbers,
+)
 from stepfold.core.optimizer import (
     apply_updates,
     as_optimizer,
@@ -172,6 +180,7 @@ def make_train_step(
         _check_state(state, tx)
         grads, all_norms, norm_of, terms, metrics, model_state = gradients(state, batch)
         loss, grad_norm = total_of(terms), all_norms["grad_norm"]
+        terms, metrics = weigh_numbers(terms, batch), weigh_numbers(metrics, batch)
         updates, opt_state = update(tx, grads, state.opt_state, state.params, loss)
         all_norms |= _norms("update_norm", updates, pattern, norm_of) if pattern else {}
         rates = learning_rates(opt_state, but={**terms, **metrics})
@@ -228,7 +237,7 @@ def make_eval_step(
         key = jax.random.fold_in(state.key, state.step)
         model_state = (state.model_state,) if stateful else ()
         terms, metrics, *_ = loss_fn(state.params, batch, key, *model_state)
-        return report(terms, metrics)
+        return report(weigh_numbers(terms, batch), weigh_numbers(metrics, batch))
 
     return eval_step
 

@@ -4,7 +4,10 @@ import copy
 import json
 import pickle
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from tests.small import STEP, start
 
@@ -230,6 +233,21 @@ def test_train_metrics_are_means_over_the_steps_of_the_epoch_for_any_log_every()
         run(recorder(seen), log_every=log_every)
         means = [metrics["train_loss"] for *_, metrics in seen]
         np.testing.assert_allclose(means, wanted, rtol=1e-12)
+
+
+def test_the_means_of_an_epoch_are_weighted_and_leave_out_a_skipped_step():
+    def loss_fn(params, batch, key):
+        return sf.mean(params * batch["x"], batch["mask"])
+
+    step = sf.make_train_step(loss_fn, optax.sgd(0.0), skip_nonfinite=True)
+    state = sf.init_state(jnp.ones(()), optax.sgd(0.0), jax.random.key(0))
+    data = {"x": np.float32([1, 1, 9, 0, np.inf, 1, 3, 3]), "mask": [1, 1, 1, 0, 1, 1, 1, 1]}
+    data["mask"] = np.array(data["mask"], bool)
+    seen = []
+    batches = sf.batches(data, 2, epochs=1)
+    result = sf.fit(step, state, batches, hooks=recorder(seen), log_every=4)
+    assert seen[0][2]["train_loss"] == result.history["train/loss"][-1] == (1 + 1 + 9 + 3 + 3) / 5
+    assert seen[0][2]["train_skipped"] == 0.25
 
 
 def test_the_epoch_at_whose_end_the_run_stops_counts_and_an_incomplete_one_does_not():

@@ -1,5 +1,7 @@
 """Hooks around another hook, and callbacks at the ends of epochs."""
 
+import math
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -144,21 +146,68 @@ class only_warn(HookWrapper):  # noqa: N801
         """Return None, since it does not stop the run."""
 
 
-class callback(BaseHook):  # noqa: N801
+def weighted_sum(event: Event, name: str, part: slice = slice(None)) -> tuple[float, float]:
+    """Return the total and the weight of a train metric over the steps of an event, or a part.
+
+    A skipped step, of weight zero and value NaN, adds nothing.
+    """
+    values = np.asarray(event.per_step.get(name, ()), np.float64)
+    weights = np.asarray(event.weights.get(name, np.ones(len(values))), np.float64)[part]
+    return float(np.where(weights, values[part], 0.0) @ weights), float(weights.sum())
+
+
+def add_sums(
+    sums: Mapping[str, Sequence[float]], event: Event, part: slice = slice(None)
+) -> dict[str, Sequence[float]]:
+    """Return totals and weights by name, with those of the steps of an event added."""
+    names = [name for name, values in event.per_step.items() if np.ndim(values) == 1]
+    added = {name: weighted_sum(event, name, part) for name in names}
+    before = {name: sums.get(name, (0.0, 0.0)) for name in names}
+    return {**sums, **{name: [*map(operator.add, before[name], added[name])] for name in names}}
+
+
+def means_of(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Divide totals by weights; NaN if every step was skipped."""
+    return {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
+
+
+class EpochMeans(BaseHook):
+    """Base class of hooks that use the metrics of each epoch.
+
+    Those of train steps are means over the examples of the epoch, all others the latest value.
+    """
+
+    run_state: Sequence[str] = ("_sums", "_latest")
+
+    def reset(self, step: int) -> None:  # noqa: ARG002
+        self._sums: dict[str, Sequence[float]] = {}  # totals and weights of the epoch so far
+        self._latest: dict[str, float] = {}
+
+    def __call__(self, event: Event) -> None:
+        self._sums = add_sums(self._sums, event)
+        self._latest.update(event.metrics)
+
+    def take_means(self) -> dict[str, float]:
+        """Return the metrics of the epoch so far, and begin the next one."""
+        metrics = {**self._latest, **means_of(self._sums)}
+        self._sums, self._latest = {}, {}
+        return metrics
+
+
+class callback(EpochMeans):  # noqa: N801
     """Call a function `(trainer, epoch, metrics)` after each epoch, including one the run stops at.
 
     Epochs count from 0. Metrics are named `train_loss`, `eval_loss` and so on. Those of train steps
-    are means over the steps of the epoch, all others the latest value. An exception in the function
-    ends the run, after a save. `trainer` is any object.
+    are means over the examples of the epoch, all others the latest value. An exception in the
+    function ends the run, after a save. `trainer` is any object.
 
     >>> import numpy as np, stepfold as sf
     >>> hook = sf.callback(lambda trainer, epoch, metrics: print(epoch, metrics))
-    >>> hook(sf.Event(2, None, {"eval/loss": 4.0}, None, {"train/loss": np.array([3.0, 1.0])}))
+    >>> losses, rows = {"train/loss": np.array([3.0, 1.0])}, {"train/loss": np.array([2, 6])}
+    >>> hook(sf.Event(2, None, {"eval/loss": 4.0}, None, losses, weights=rows))
     >>> hook.end_epoch(0)  # by fit
-    0 {'eval_loss': 4.0, 'train_loss': 2.0}
+    0 {'eval_loss': 4.0, 'train_loss': 1.5}
     """
-
-    run_state = ("_sums", "_latest")
 
     def __init__(
         self,
@@ -171,19 +220,6 @@ class callback(BaseHook):  # noqa: N801
         self._function, self._trainer, self.name = function, trainer, name
         self.reset(0)
 
-    def reset(self, step: int) -> None:  # noqa: ARG002
-        self._sums: dict[str, list[float]] = {}  # total and count of the epoch so far
-        self._latest: dict[str, float] = {}
-
-    def __call__(self, event: Event) -> None:
-        for name, values in event.per_step.items():
-            if np.ndim(values) == 1:
-                total, count = self._sums.get(name, (0.0, 0))
-                self._sums[name] = [total + float(np.sum(values)), count + len(values)]
-        self._latest.update(event.metrics)
-
     def end_epoch(self, epoch: int) -> None:
-        means = {name: total / count for name, (total, count) in self._sums.items()}
-        metrics = {name.replace("/", "_"): x for name, x in {**self._latest, **means}.items()}
-        self.reset(0)
+        metrics = {name.replace("/", "_"): value for name, value in self.take_means().items()}
         self._function(self._trainer, epoch, metrics)
