@@ -118,6 +118,35 @@ def test_what_is_to_be_kept_is_not_cast():
     assert seen["batch"]["x"] == "float32"
 
 
+ROWS = np.float32([[100.7, 3.0], [-200.3, 0.1], [7.77, 5.0]])  # bfloat16 has three digits
+
+
+@pytest.mark.parametrize(
+    ("batch", "read"),
+    [
+        ((ROWS, ROWS), lambda batch: batch),
+        ([ROWS, ROWS], lambda batch: batch),
+        ((ROWS, ROWS, np.ones((3, 1), np.float32)), lambda batch: batch[:2]),
+        (({"a": ROWS}, {"boxes": ROWS}), lambda batch: (batch[0]["a"], batch[1]["boxes"])),
+        ({"x": ROWS, "y": ROWS}, lambda batch: (batch["x"], batch["y"])),
+        ({"x": ROWS, "y": {"boxes": ROWS}}, lambda batch: (batch["x"], batch["y"]["boxes"])),
+    ],
+)
+@pytest.mark.parametrize("make", [sf.make_train_step, sf.make_eval_step])
+def test_the_targets_of_a_pair_or_below_a_name_are_not_narrowed(batch, read, make):
+    def loss_fn(params, batch, key):
+        x, y = read(batch)
+        assert x.dtype == jnp.bfloat16
+        return sf.mean((params.astype(jnp.float32) - y) ** 2)
+
+    tx = optax.sgd(0.1)
+    state = sf.init_state(jnp.zeros(()), tx, jax.random.key(0))
+    args = (tx,) if make is sf.make_train_step else ()
+    returned = jax.jit(make(loss_fn, *args, precision="bf16"))(state, batch)
+    metrics = returned[1] if args else returned
+    assert float(metrics["loss"].compute()) == pytest.approx(float((ROWS**2).mean()), rel=1e-6)
+
+
 def test_loss_and_means_are_float32_in_bf16():
     many = jnp.full(4096, 1 + 2**-7)
     step = sf.make_eval_step(lambda p, b, k: (sf.mean(b), {"m": sf.mean(b)}), precision="bf16")

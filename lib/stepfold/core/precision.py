@@ -29,10 +29,11 @@ class Precision:
 
     The names "f32", "bf16" and "f16" stand for `Precision(jnp.float32)` and so on. Floating leaves
     of the parameters and the inputs in the batch are cast. What the loss compares or weighs with is
-    not narrowed, since in bfloat16 100.7 is 100.5: leaves with at most one axis, and leaves whose
-    name is or ends in `target`, `label`, `weight`, `mask` (or their plural) or `y`. A batch that is
-    a single array is an input. Integers, booleans, keys and the model state are not cast. "f32"
-    casts narrower dtypes up and leaves float64 unchanged.
+    not narrowed, since in bfloat16 100.7 is 100.5: leaves with at most one axis, and leaves with a
+    name in their path that is or ends in `target`, `label`, `weight`, `mask` (or their plural) or
+    `y`. In a batch that is a tuple or list `(x, y)` or `(x, y, weight)`, only `x` is an input. A
+    batch that is a single array is an input. Integers, booleans, keys and the model state are not
+    cast. "f32" casts narrower dtypes up and leaves float64 unchanged.
 
     Attributes:
       compute: a floating dtype.
@@ -78,20 +79,25 @@ class Precision:
         def cast_loss(params: Any, batch: Any, *rest: Any) -> Any:
             params = tree.cast_floats(params, self.compute, self.keep, "params")
             inputs = tree.cast_floats(batch, self.compute, self.keep, "batch")
-            batch = jax.tree_util.tree_map_with_path(_unless_narrowed, batch, inputs)
-            return loss_fn(params, batch, *rest)
+            return loss_fn(params, _keep_targets(batch, inputs), *rest)
 
         return cast_loss
 
 
-_TARGETS = re.compile(r"(^|[/_])(y|(target|label|weight|mask)s?)$")
+_TARGETS = re.compile(r"(^|[/_])(y|(target|label|weight|mask)s?)(/|$)")
 
 
-def _unless_narrowed(path: tuple[Any, ...], leaf: Any, cast: Any) -> Any:
-    """Return a leaf of the batch itself if it is a target or a weight that the cast narrows."""
-    is_narrowed = tree.is_float(leaf) and cast.dtype.itemsize < leaf.dtype.itemsize
-    is_target = path and (jnp.ndim(leaf) < 2 or _TARGETS.search(tree.path_name(path)))
-    return leaf if is_narrowed and is_target else cast
+def _keep_targets(batch: Any, cast: Any) -> Any:
+    """Return a batch that is cast, except for targets and weights that the cast narrows."""
+    is_pair = type(batch) in (tuple, list) and len(batch) in (2, 3)
+
+    def choose(path: tuple[Any, ...], leaf: Any, cast: Any) -> Any:
+        is_narrowed = tree.is_float(leaf) and cast.dtype.itemsize < leaf.dtype.itemsize
+        is_target = path and (jnp.ndim(leaf) < 2 or _TARGETS.search(tree.path_name(path)))
+        is_target = is_target or (is_pair and path[0].idx > 0)
+        return leaf if is_narrowed and is_target else cast
+
+    return jax.tree_util.tree_map_with_path(choose, batch, cast)
 
 
 def as_precision(precision: str | Precision | None) -> Precision | None:
