@@ -128,7 +128,8 @@ def test_parameters_that_it_does_not_cover_are_taken_as_they_are(key):
 
 def test_several_or_none_is_an_error_that_says_so(key):
     one = sf.ema_params(optax.sgd(0.1), 0.9)
-    for tx, found in ((optax.sgd(0.1), 0), (optax.chain(one, one), 2)):
+    nested = sf.ema_params(optax.chain(optax.clip(1.0), sf.ema_params(one, 0.99)), 0.999)
+    for tx, found in ((optax.sgd(0.1), 0), (optax.chain(one, one), 2), (nested, 3)):
         state = sf.init_state(PARAMS, tx, key)
         with pytest.raises(
             sf.ConfigError, match=f"get_ema: expected one average .* got {found}; w"

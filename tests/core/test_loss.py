@@ -114,6 +114,13 @@ def test_shares_without_any_weight_have_the_gradients_of_the_whole():
     assert jax.grad(lambda p: share_of(terms(p), terms(0.0)))(0.0) == 0
 
 
+def test_a_name_of_two_labels_is_refused_since_one_of_their_means_would_be_lost():
+    labels, message = jnp.arange(2), "mean_by: expected a different name for each label, got web, w"
+    with pytest.raises(sf.LossError, match=message):
+        sf.mean_by(jnp.ones(2), labels, ["web", "web"])
+    assert len(sf.mean_by(jnp.ones(2), labels, ["web", "code"])) == 2
+
+
 # the contract
 
 

@@ -112,7 +112,7 @@ def get_ema(state: Any) -> Any:
     [1.0, 1.0]
     """
     opt_state = state.opt_state if isinstance(state, TrainState) else state
-    nodes = find_nodes(opt_state, EmaParamsState)
+    nodes = _find_averages(opt_state)
     if len(nodes) != 1:
         advice = "wrap the optimizer once, tx = sf.ema_params(tx, decay), before init_state"
         refuse("get_ema", "one average in the optimizer's state", f"{len(nodes)}", advice)
@@ -132,3 +132,9 @@ def get_ema(state: Any) -> Any:
 
     is_masked = lambda node: isinstance(node, optax.MaskedNode)
     return jax.tree.map(like, ema, state.params, is_leaf=is_masked)
+
+
+def _find_averages(opt_state: Any) -> list[EmaParamsState]:
+    """List the averages in an optimizer state, also inside each other."""
+    nodes: list[EmaParamsState] = find_nodes(opt_state, EmaParamsState)
+    return [each for node in nodes for each in (node, *_find_averages(node.inner))]

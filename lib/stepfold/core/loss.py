@@ -134,6 +134,9 @@ def mean_by(
         refuse("mean_by", "integers as labels", tree.describe_value(labels), kind=LossError)
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         refuse("mean_by", "a list of names", tree.describe_value(names), kind=LossError)
+    if len(set(names)) < len(names):
+        expected = "a different name for each label"
+        refuse("mean_by", expected, f"{', '.join(names)}", kind=LossError)
     nothing = jnp.zeros((), where.dtype)
     return {
         f"{prefix}{name}": mean(values, jnp.where(labels == label, where, nothing))

@@ -93,9 +93,9 @@ def _keep_targets(batch: Any, cast: Any) -> Any:
 
     def choose(path: tuple[Any, ...], leaf: Any, cast: Any) -> Any:
         is_narrowed = tree.is_float(leaf) and cast.dtype.itemsize < leaf.dtype.itemsize
-        is_target = path and (jnp.ndim(leaf) < 2 or _TARGETS.search(tree.path_name(path)))
-        is_target = is_target or (is_pair and path[0].idx > 0)
-        return leaf if is_narrowed and is_target else cast
+        is_named = bool(_TARGETS.search(tree.path_name(path)))
+        is_target = is_named or jnp.ndim(leaf) < 2 or (is_pair and path[0].idx > 0)
+        return leaf if is_narrowed and is_target and path else cast
 
     return jax.tree_util.tree_map_with_path(choose, batch, cast)
 
