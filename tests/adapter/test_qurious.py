@@ -61,7 +61,13 @@ def equal(state, other):
     "Constructor",
     {"`loss_fn(outputs, targets)`": "the same; optax's functions as they are"},
 )
-@shows("qurious", "Methods", {"`train_step(batch)`": "the same, with `loss`"})
+@shows(
+    "qurious",
+    "Methods",
+    {
+        "`train_step(batch)`": "the same, with `loss`; `apply_gradients(grads)` and `tx` are for gradients of your own"
+    },
+)
 def test_a_step_returns_its_loss_and_changes_the_model():
     trainer = made()
     before = plain_loss(MODEL.params, {"image": BATCH[0], "label": BATCH[1]})
@@ -909,7 +915,7 @@ def test_objects_of_torch_are_refused_with_what_to_give():
     "Key features",
     {
         "configuration object": "`config`; settings other than [the three](#configuration-options) "
-        "are refused"
+        "have no effect, and are warned of"
     },
 )
 @pytest.mark.parametrize(
@@ -927,7 +933,6 @@ def test_objects_of_torch_are_refused_with_what_to_give():
         ({"device": "cuda"}, r"device: expected a device of jax, got str 'cuda'; give one of jax"),
         ({"scheduler": 0.1}, "scheduler: expected a function of a count"),
         ({"config": 1}, r"config: expected an object or a mapping with training"),
-        ({"config": {"training": {"epochs": 3}}}, "config: there is no 'training.epochs'"),
         ({"config": {"training.weight_deca": 1}}, "did you mean 'training.weight_decay'"),
         ({"config": {"training.weight_decay": -1}}, "training.weight_decay: expected a number of"),
         ({"config": {"training.max_grad_norm": 0}}, "training.max_grad_norm: expected a number ab"),
@@ -940,6 +945,78 @@ def test_objects_of_torch_are_refused_with_what_to_give():
 def test_arguments_of_the_trainer_are_refused(changes, message):
     with pytest.raises(sf.ConfigError, match=message):
         made(**changes)
+
+
+def test_settings_that_the_trainer_does_not_use_are_warned_of():
+    config = {"training": {"epochs": 3, "weight_decay": 0.5}, "model": {"width": 8}, "seed": 0}
+    expected = "config: expected training.weight_decay, .* does not use: model.width, seed, train"
+    with pytest.warns(UserWarning, match=expected):
+        trainer = made(config=config, optimizer=optax.sgd(1.0))
+    other = made(config={"training.weight_decay": 0.5}, optimizer=optax.sgd(1.0))
+    for each in (trainer, other):
+        each.train_step(BATCH)
+    assert equal(trainer.state, other.state)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100),
+        optax.linear_schedule(3e-4, 0.0, 1000),
+        optax.constant_schedule(0.1),
+        lambda count: 1e-2,
+    ],
+)
+def test_a_scheduler_that_looks_like_a_rate_is_warned_of(scheduler):
+    message = (
+        r"scheduler: expected a factor of the updates, .* at most, as of a learning rate; give"
+    )
+    with pytest.warns(UserWarning, match=message):
+        made(scheduler=scheduler)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        optax.warmup_cosine_decay_schedule(0.0, 1.0, 10, 100),
+        optax.linear_schedule(1.0, 0.0, 3),
+        optax.linear_schedule(0.0, 1.0, 100_000),
+        lambda count: 0.95**count,
+    ],
+)
+def test_a_scheduler_that_is_a_factor_is_not_warned_of(scheduler):
+    made(scheduler=scheduler)  # warnings are errors
+
+
+# Gradients of one's own
+
+
+def test_a_train_step_with_its_own_gradients_updates_by_all_of_the_optimizer():
+    class Own(Trainer):
+        def train_step(self, batch):
+            loss = lambda params: nll(apply(params, batch[0]), batch[1]).mean()
+            value, grads = jax.value_and_grad(loss)(self.state.params)
+            self.apply_gradients(grads)
+            return {"loss": float(value)}
+
+    settings = {
+        "optimizer": optax.sgd(1.0, momentum=0.9),
+        "config": {"training.max_grad_norm": 0.1, "training.weight_decay": 0.5},
+        "scheduler": optax.linear_schedule(1.0, 0.0, 8),
+    }
+    own, usual = made(Own, **settings), made(**settings)
+    histories = [trainer.train(BATCHES, 2)["train_loss"] for trainer in (own, usual)]
+    assert histories[0] == pytest.approx(histories[1], rel=1e-5)
+    assert int(own.state.step) == int(usual.state.step) == 2 * len(BATCHES)
+    for leaf, other in zip(*map(jax.tree.leaves, (own.state, usual.state)), strict=True):
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)
+    updates, _ = own.tx.update(own.state.params, own.state.opt_state, own.state.params)
+    assert jax.tree.structure(updates) == jax.tree.structure(own.state.params)
+    with pytest.raises(
+        sf.TreeMismatchError, match="apply_gradients: expected gradients in the for"
+    ):
+        own.apply_gradients({})
 
 
 def test_a_linen_module_alone_is_refused_with_what_to_write():

@@ -3,9 +3,12 @@
 A model that carries its parameters is a `Model`, or a module of equinox.
 """
 
+import functools
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +36,7 @@ from stepfold.adapter.validation import check_list
 from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.loss import count_examples
 from stepfold.core.metric_modes import known_mode
+from stepfold.core.optimizer import apply_updates, as_optimizer
 from stepfold.core.state import TrainState, init_state
 from stepfold.core.step import make_eval_step, make_train_step
 from stepfold.core.validation import (
@@ -44,7 +48,7 @@ from stepfold.core.validation import (
     spell_call,
     takes,
 )
-from stepfold.errors import DataError, refuse
+from stepfold.errors import DataError, TreeMismatchError, refuse
 from stepfold.loop.data import check_batches
 from stepfold.loop.evaluate import evaluate
 from stepfold.loop.hooks.base import Hook
@@ -64,6 +68,7 @@ class Trainer(ModelTrainer):
     Attributes:
       state: the `TrainState`, which the next step donates.
       key: the PRNG key while a training step is traced; None in an evaluation.
+      tx: the whole optimizer: `optimizer` with the settings of the config and the scheduler.
       result: the `FitResult` of the last run, with its `stop_reason`.
 
     >>> import jax.numpy as jnp, optax
@@ -94,10 +99,14 @@ class Trainer(ModelTrainer):
             `loss` of the outputs.
           config: nested objects or mappings, or a mapping of dotted names, with any of
             `training.max_grad_norm`, `training.weight_decay` (added to the gradients, as torch's
-            Adam does) and `training.scheduler_step_per_batch` (True by default).
+            Adam does) and `training.scheduler_step_per_batch` (True by default). Other settings
+            have no effect, and are warned of.
           device: the device of the state, or None for jax's default.
           scheduler: a function from the number of steps, or of epochs without
             `scheduler_step_per_batch`, to a factor of the updates, as in torch's `LambdaLR`.
+
+        Warns:
+          UserWarning: if the factor of the scheduler is never above 0.1, as a learning rate is.
         """
         check_arguments(optimizer, loss_fn, device, scheduler)
         if self._overrides("train_epoch"):
@@ -105,18 +114,31 @@ class Trainer(ModelTrainer):
             refuse("train_epoch", expected, "an override", "override train_step or evaluate")
         self.optimizer, self.loss_fn, self.scheduler = optimizer, loss_fn, scheduler
         self.config, self.device = config, device or jax.devices()[0]
+        warn_of_rate(scheduler)
         self._settings, (params, self._build) = read_config(config), split_model(model)
         sharding = None if device is None else SingleDeviceSharding(device)
-        tx = make_optimizer(optimizer, self._settings, scheduler)
-        self.state = init_state(params, tx, jax.random.key(0), sharding=sharding)
+        self._set_step()
+        self.state = init_state(params, self.tx, jax.random.key(0), sharding=sharding)
         self._first: TrainState | None = self.state  # until another one replaces it
-        self._step = self._make_step()
         self._measure = jax.jit(make_eval_step(self._make_loss(_loss_of, is_training=False)))
 
     def train_step(self, batch: Any) -> dict[str, float]:
-        """Do one step, and return its `loss` and other metrics; this waits for the device."""
+        """Do one step, and return its `loss` and other metrics; this waits for the device.
+
+        An override may compute gradients of its own, and call `apply_gradients`.
+        """
         self.state, metrics = self._step(self.state, batch)
         return metric_values(jax.device_get(metrics))
+
+    def apply_gradients(self, grads: Any) -> None:
+        """Update the parameters by `tx` with gradients of `state.params`, and count a step."""
+        lines = tree.diff(self.state.params, grads, "grads")
+        if lines:
+            raise TreeMismatchError(
+                "apply_gradients: expected gradients in the form of state.params, got\n  "
+                + "\n  ".join(lines)
+            )
+        self.state = self._update(self.state, grads)
 
     def eval_step(self, batch: Any) -> dict[str, float]:
         """Return the `loss` and other metrics of a batch. An override is not traced."""
@@ -268,12 +290,15 @@ class Trainer(ModelTrainer):
         if steps is None:
             expected = "True for epochs of different lengths"
             refuse("training.scheduler_step_per_batch", expected, "False")
-        self._step = self._make_step(steps)
+        self._set_step(steps)
 
-    def _make_step(self, epoch_steps: int | None = None) -> Any:
+    def _set_step(self, epoch_steps: int | None = None) -> None:
+        """Make the optimizer and the step."""
         tx = make_optimizer(self.optimizer, self._settings, self.scheduler, epoch_steps)
-        step = make_train_step(self._make_loss(_loss_of, is_training=True), tx)
-        return jax.jit(step, donate_argnums=0)
+        loss_fn = self._make_loss(_loss_of, is_training=True)
+        self._step: Any = jax.jit(make_train_step(loss_fn, tx), donate_argnums=0)
+        self._update: Any = jax.jit(functools.partial(_apply_gradients, tx))
+        self.tx = tx
 
     def _check_start(self, checkpoints: Checkpoints) -> None:
         """Refuse to resume from a checkpoint in place of another state."""
@@ -308,6 +333,12 @@ def make_saver(
     return save
 
 
+def _apply_gradients(tx: optax.GradientTransformation, state: TrainState, grads: Any) -> TrainState:
+    updates, opt_state = as_optimizer(tx).update(grads, state.opt_state, state.params)
+    params = apply_updates(state.params, updates)
+    return state._replace(step=state.step + 1, params=params, opt_state=opt_state)
+
+
 def _loss_of(bound: Any, batch: Any) -> Any:
     """Compose the protected methods of a trainer."""
     inputs, targets = bound._prepare_batch(batch)
@@ -340,8 +371,18 @@ class Settings(NamedTuple):
 def read_config(config: Any) -> Settings:
     """Read the settings of nested objects or mappings, or by dotted names."""
     values = {} if config is None else dict(_flatten("", config))
-    refuse_unknown("config", values, [f"training.{name}" for name in Settings._fields])
-    given = {name.removeprefix("training."): x for name, x in values.items() if x is not None}
+    known = [f"training.{name}" for name in Settings._fields]
+    others = sorted(values.keys() - {*known})
+    misspelled = [name for name in others if get_close_matches(name, known, n=1, cutoff=0.85)]
+    refuse_unknown("config", misspelled, known)
+    if others:
+        warnings.warn(
+            f"config: expected {', '.join(known)}, got settings that the trainer does not use: "
+            f"{', '.join(others)}",
+            stacklevel=3,
+        )
+    read = {name: values.get(f"training.{name}") for name in Settings._fields}
+    given: dict[str, Any] = {name: value for name, value in read.items() if value is not None}
     settings = Settings(**given)
     for name in ("weight_decay", "max_grad_norm"):
         if name in given:
@@ -409,6 +450,20 @@ def check_arguments(optimizer: Any, loss_fn: Any, device: Any, scheduler: Any) -
         advice = "give a schedule of optax, such as optax.linear_schedule(1.0, 0.0, 1000)"
         refuse_torch("scheduler", scheduler, advice)
         read_function("scheduler", scheduler, "a function of a count", advice)
+
+
+def warn_of_rate(scheduler: Callable[[Any], Any] | None) -> None:
+    """Warn of a scheduler that looks like a schedule of the learning rate, not of a factor."""
+    if scheduler is None:
+        return
+    factors = [abs(float(scheduler(jnp.int32(count)))) for count in (0, *(4**n for n in range(11)))]
+    if 0 < max(factors) <= 0.1:
+        warnings.warn(
+            "scheduler: expected a factor of the updates, which is 1 at its highest as a rule, got "
+            f"{max(factors):.3g} at most, as of a learning rate; give the schedule to optax "
+            "instead, as optax.adam(schedule), or divide it by its highest value",
+            stacklevel=3,
+        )
 
 
 def read_metric(name: Any, *, has_evaluation: bool, patience: int | None) -> str | None:
