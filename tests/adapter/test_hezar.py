@@ -65,6 +65,21 @@ def predictions_of(params):
     return np.asarray(apply(params, TEST["image"]).argmax(-1))
 
 
+def interrupted_at(batch):
+    """Make a trainer that is interrupted when it prepares a batch."""
+
+    class Interrupted(Trainer):
+        count = 0
+
+        def prepare_input_batch(self, input_batch):
+            self.count += 1
+            if self.count == batch:
+                raise KeyboardInterrupt
+            return input_batch
+
+    return Interrupted
+
+
 # The run
 
 
@@ -390,7 +405,7 @@ SCHEDULES = {
     "inverse_sqrt": {"warmup_steps": 2},
     "wsd": {},
     "cosine_restarts": {},
-}
+}  # and reduce_on_plateau, which is tested with evaluations
 
 
 @shows(
@@ -398,7 +413,7 @@ SCHEDULES = {
     "TrainerConfig",
     {
         "`lr_scheduler`": "constant, linear, cosine, polynomial, exponential, inverse_sqrt, wsd, "
-        "cosine_restarts; schedules that react to metrics are refused"
+        "cosine_restarts; reduce_on_plateau watches the loss of the evaluations"
     },
 )
 def test_schedules_by_name():
@@ -409,7 +424,29 @@ def test_schedules_by_name():
             rates = [float(trainer.lr_scheduler(step)) for step in range(21)]
         assert max(rates) == pytest.approx(0.01)
         assert (min(rates) < 0.01) == (name != "constant")
-    with pytest.raises(sf.ConfigError, match="scheduler: expected one of none, constant, linear"):
+
+
+def test_the_rate_is_reduced_on_a_plateau_of_the_evaluation_loss(tmp_path):
+    options = {"factor": 0.5, "patience": 1, "rtol": 0.2}
+    changes = {"lr_scheduler": "reduce_on_plateau", "lr_scheduler_kwargs": options}
+    changes |= {"num_epochs": 5, "log_steps": 10}
+    whole = made(**changes)
+    whole.train()
+    history, scale, best, scales = whole.result.history, 1.0, math.inf, [1.0]
+    for loss in history["eval/loss"]:
+        scale = scale if loss < 0.8 * best else 0.5 * scale
+        best = loss if loss < 0.8 * best else best
+        scales.append(scale)
+    assert len(set(scales)) > 2  # some improve enough, and some do not
+    assert history["train/learning_rate"] == pytest.approx(np.multiply(0.01, scales[:-1]))
+    changes |= {"output_dir": str(tmp_path)}
+    with pytest.raises(KeyboardInterrupt):
+        made(interrupted_at(33), **changes).train()
+    resumed = made(**changes, resume_from_checkpoint=True)
+    resumed.train()
+    assert resumed.result.resumed
+    assert bits(resumed.state) == bits(whole.state)
+    with pytest.raises(sf.ConfigError, match="lr_scheduler: expected an evaluation, to measure th"):
         train_only(lr_scheduler="reduce_on_plateau")
 
 
@@ -1115,7 +1152,8 @@ def test_every_documented_parameter_is_a_field():
         ({"batch_size": 0}, "batch_size: expected an integer of at least 1"),
         ({"task": "text_classificatio"}, "task: expected one of .*; did you mean"),
         ({"optimizer": "adamm"}, "optimizer: expected one of .*; did you mean 'adam'"),
-        ({"lr_scheduler": "reduce_on_plateau"}, "scheduler: expected one of none, constant"),
+        ({"lr_scheduler": "step"}, "lr_scheduler: expected one of .*; give the trainer lr_schedu"),
+        ({"optimizer": "step"}, "optimizer: expected one of .*; give the trainer optimizer=…"),
         ({"mixed_precision": "fp8"}, "mixed_precision: expected one of bf16, fp16, full"),
         ({"metrics": "cer"}, "metrics: expected a list of names"),
         ({"metrics": ["bleu"]}, "metrics: expected some of accuracy, f1, .*, got 'bleu'"),

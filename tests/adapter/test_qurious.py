@@ -65,7 +65,8 @@ def equal(state, other):
     "qurious",
     "Methods",
     {
-        "`train_step(batch)`": "the same, with `loss`; `apply_gradients(grads)` and `tx` are for gradients of your own"
+        "`train_step(batch)`": "the same, with `loss`; `apply_gradients(grads)` and `tx` are for "
+        "gradients of your own"
     },
 )
 def test_a_step_returns_its_loss_and_changes_the_model():

@@ -512,3 +512,33 @@ def test_checkpoints_of_a_trainer_in_object_storage(tmp_path):
     assert int(other.state.step) == 12
     with pytest.raises(sf.ConfigError, match="5 is an older checkpoint than step 10"):
         digits.trainer(InBucket, max_steps=12).train(ckpt_path=f"{url}/5")
+
+
+# A schedule that reacts to evaluations
+
+
+def test_a_plateau_of_the_evaluation_loss_reduces_the_rate_of_a_trainer(tmp_path):
+    options = {"factor": 0.1, "patience": 1, "rtol": 0.99}
+    changes = {"scheduler": "warmup_reduce_on_plateau", "scheduler_kwargs": options}
+    changes |= {"warmup_steps": 2, "eval_steps": 5, "output_dir": str(tmp_path)}
+    trainer = digits.trainer(**changes, mixed_precision="bf16")
+    trainer.train()
+    assert trainer.history["train/learning_rate"] == pytest.approx([7e-3, 1e-2, 1e-3, 1e-4])
+    reasons = json.loads((tmp_path / "logs/run.json").read_text())["replacements"]
+    assert [step for step, _ in reasons][:3] == [5, 10, 15]
+    assert reasons[1][1].startswith("the learning rate is scaled by 0.1 after eval/loss ")
+    nothing = {"given": {"dataset_eval": None}}
+    with pytest.raises(sf.ConfigError, match="scheduler: expected data to evaluate on, to measure"):
+        digits.trainer(scheduler="reduce_on_plateau", **nothing).train()
+    with pytest.raises(sf.ConfigError, match="scheduler: expected eval/loss to be measured during"):
+        digits.trainer(scheduler="reduce_on_plateau").train()
+
+
+@pytest.mark.parametrize(
+    "options", [{"factor": 2.0}, {"patience": 0.5}, {"cooldown": 1.5}, {"rtol": 2.0}, {"gamma": 1}]
+)
+def test_options_of_a_plateau_are_checked(options):
+    with pytest.raises(sf.ConfigError, match="scheduler_kwargs"):
+        digits.arguments(scheduler="reduce_on_plateau", scheduler_kwargs=options)
+    with pytest.raises(sf.ConfigError, match="scheduler.*min_scale"):
+        digits.arguments(scheduler="reduce_on_plateau", learning_rate_end=1e-4)

@@ -148,7 +148,8 @@ class TrainingArguments:
     """Learning rate at the last step; 0 by default."""
     scheduler: str | None = setting(None, alias="lr_scheduler lr_scheduler_type")
     """Decay of the learning rate, one of none, constant, linear, cosine, polynomial, exponential,
-    inverse_sqrt, wsd and cosine_restarts. The prefix `warmup_` requires warmup_steps."""
+    inverse_sqrt, wsd, cosine_restarts and reduce_on_plateau, which watches the evaluation loss. The
+    prefix `warmup_` requires warmup_steps."""
     scheduler_kwargs: dict[str, Any] = setting(dict, alias="lr_scheduler_kwargs")
     """Further arguments of the schedule, such as power, decay or cycles."""
     custom_scheduler: Callable[..., Any] | None = None

@@ -24,8 +24,10 @@ from stepfold.adapter.optimizers import (
     SCHEDULES,
     build_optimizer,
     freeze,
+    is_plateau,
     optimizer_options,
     parse_scheduler,
+    scale_on_plateau,
 )
 from stepfold.adapter.sizes import Plan, check_within
 from stepfold.adapter.validation import check_functions
@@ -95,7 +97,7 @@ def make_optimizer(
 
     A gradient passes them in this order: the loss scale, for float16; freezing, so that the rest
     sees only trained parameters; pruning; clipping by the global norm; weight decay, unless the
-    optimizer has its own; the optimizer.
+    optimizer has its own; the optimizer; the scale of `reduce_on_plateau`.
 
     >>> import stepfold as sf
     >>> arguments = TrainingArguments(optimizer="lion", clip_grad=1.0, frozen_parameters="^embed")
@@ -114,7 +116,10 @@ def make_optimizer(
     if arguments.tx_mu_dtype is not None:
         option = next(name for name in MOMENT_DTYPES if name in known)
         options[option] = jnp.dtype(arguments.tx_mu_dtype)
-    tx = optax.chain(*before, build_optimizer(arguments.optimizer, schedule, options))
+    after = []
+    if is_plateau(arguments.scheduler):
+        after.append(scale_on_plateau(arguments.scheduler_kwargs))
+    tx = optax.chain(*before, build_optimizer(arguments.optimizer, schedule, options), *after)
     tx = _prune(tx, arguments)
     if arguments.frozen_parameters is not None:
         tx = freeze(tx, arguments.frozen_parameters)

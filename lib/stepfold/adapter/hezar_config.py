@@ -29,7 +29,12 @@ from stepfold.adapter.from_arguments import (
 )
 from stepfold.adapter.hezar_metrics import TASKS, MetricConfig, read_metrics
 from stepfold.adapter.model_trainer import refuse_torch
-from stepfold.adapter.optimizers import find_optimizer, parse_scheduler
+from stepfold.adapter.optimizers import (
+    find_optimizer,
+    is_plateau,
+    parse_scheduler,
+    plateau_hook,
+)
 from stepfold.adapter.parts import Parts
 from stepfold.adapter.run import stop_on_skipped
 from stepfold.core.metric_modes import known_mode
@@ -128,8 +133,9 @@ class TrainerConfig:
             read_choice("task", self.task, tuple(TASKS))
         if self.num_epochs is None and self.max_steps is None:
             refuse("num_epochs", "a number of epochs, or max_steps", "neither")
-        find_optimizer(self.optimizer)
-        parse_scheduler(self.lr_scheduler or "none")
+        find_optimizer(self.optimizer, "the trainer optimizer=…")
+        other = "the trainer lr_scheduler=…, a schedule of optax,"
+        parse_scheduler(self.lr_scheduler or "none", "lr_scheduler", other)
         object.__setattr__(self, "metrics", tuple(read_metrics(self.metrics, self.task)))
         if (best := self.metric_for_best_model) is not None and known_mode(best) is None:
             expected = "a name that says which value is better, as that of a loss does"
@@ -251,7 +257,13 @@ def make_optimizers(
 def check_best_metric(
     config: TrainerConfig, arguments: TrainingArguments, handler: Any, *, evaluates: bool
 ) -> None:
-    """Refuse a `metric_for_best_model` that is not measured; a custom handler may measure any."""
+    """Refuse a metric that is not measured, of a schedule or `metric_for_best_model`.
+
+    A custom handler may measure any.
+    """
+    if is_plateau(config.lr_scheduler) and not evaluates:
+        expected = "an evaluation, to measure the loss"
+        refuse("lr_scheduler", f"{expected} that {config.lr_scheduler} watches", "none")
     metric, given = best_metric(arguments)[0], config.metric_for_best_model
     if metric is None:
         return
@@ -280,6 +292,8 @@ def make_hooks(parts: Parts, step: int, *, may_resume: bool) -> list[Hook]:
     """
     arguments = parts.arguments
     hooks: list[Hook] = [stop_on_skipped(arguments), progress()]
+    if is_plateau(arguments.scheduler):
+        hooks.append(plateau_hook(arguments.scheduler_kwargs))
     if parts.checkpoint_manager is None:
         return hooks
     newest = parts.checkpoint_manager.latest_step()

@@ -9,12 +9,15 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from optax import contrib
 
 from stepfold import tree
-from stepfold.core.validation import read_positive, suggest
+from stepfold.core.optimizer import as_optimizer, find_nodes
+from stepfold.core.validation import read_integer, read_positive, suggest
 from stepfold.errors import refuse
+from stepfold.loop.hooks.base import Event, Hook, Replace
 
 # Schedules: functions of the peak, the end value, and the number of steps between them.
 
@@ -40,6 +43,23 @@ def _wsd(peak: float, end: float, steps: int, *, decay: float = 0.1) -> optax.Sc
     return optax.join_schedules(schedules, [steps - decay_steps])
 
 
+def _reduce_on_plateau(
+    peak: float,
+    _end: float,
+    _steps: int,
+    *,
+    factor: float = 0.1,
+    patience: int = 10,
+    rtol: float = 1e-4,
+    atol: float = 0.0,
+    cooldown: int = 0,
+    min_scale: float = 0.0,
+) -> optax.Schedule:
+    """Return the rate before `scale_on_plateau` reduces it; the options are those of that."""
+    del factor, patience, rtol, atol, cooldown, min_scale
+    return optax.constant_schedule(peak)
+
+
 SCHEDULES: Mapping[str, Callable[..., optax.Schedule]] = MappingProxyType(
     {
         "constant": lambda peak, _end, _steps: optax.constant_schedule(peak),
@@ -56,31 +76,38 @@ SCHEDULES: Mapping[str, Callable[..., optax.Schedule]] = MappingProxyType(
         ),
         "wsd": _wsd,
         "cosine_restarts": _cosine_restarts,
+        "reduce_on_plateau": _reduce_on_plateau,
     }
 )
 """Schedules by name: functions `(peak, end, steps, **options)`."""
 
-ENDLESS = ("constant", "inverse_sqrt")
+ENDLESS = ("constant", "inverse_sqrt", "reduce_on_plateau")
 """Schedules that do not depend on the number of steps."""
 
 _ALIASES = {
     "none": "constant",
     "constant_with_warmup": "warmup_constant",
+    "reduce_lr_on_plateau": "reduce_on_plateau",
     "cosine_with_restarts": "cosine_restarts",
     "warmup_stable_decay": "wsd",
 }
 
 
-def parse_scheduler(name: str) -> tuple[str, bool]:
-    """Return the name of a schedule in `SCHEDULES`, and whether a warmup is required."""
+def parse_scheduler(
+    name: str, argument: str = "scheduler", other: str = "custom_scheduler=…"
+) -> tuple[str, bool]:
+    """Return the name of a schedule in `SCHEDULES`, and whether a warmup is required.
+
+    `other` is the argument for another schedule.
+    """
     full_name = _ALIASES.get(name, name)
     schedule = re.sub("^warm_?up_", "", full_name)
     wants_warmup = schedule != full_name
     schedule = _ALIASES.get(schedule, schedule)
     if schedule not in SCHEDULES:
         names = ["none", *SCHEDULES, *(f"warmup_{known}" for known in SCHEDULES)]
-        advice = suggest(name, names) or "give custom_scheduler=… for another schedule"
-        refuse("scheduler", f"one of {', '.join(names)}", repr(name), advice)
+        advice = suggest(name, names) or f"give {other} for another schedule"
+        refuse(argument, f"one of {', '.join(names)}", repr(name), advice)
     return schedule, wants_warmup
 
 
@@ -91,6 +118,57 @@ def check_scheduler_options(name: str, options: Mapping[str, Any]) -> None:
     _check_known("scheduler_kwargs", name, options, known)
     for option, value in options.items():
         read_positive(f"scheduler_kwargs[{option!r}]", value)
+    if is_plateau(name):
+        for option in options.keys() & {"patience", "cooldown"}:
+            read_integer(f"scheduler_kwargs[{option!r}]", options[option])
+        try:
+            contrib.reduce_on_plateau(**options)
+        except ValueError as error:
+            refuse("scheduler_kwargs", f"options of {name}", f"{options}: {error}", cause=error)
+
+
+def is_plateau(name: str | None) -> bool:
+    """Whether a schedule reduces the rate if the loss of an evaluation does not improve."""
+    return parse_scheduler(name or "none")[0] == "reduce_on_plateau"
+
+
+def scale_on_plateau(options: Mapping[str, Any]) -> optax.GradientTransformation:
+    """Scale updates as `optax.contrib.reduce_on_plateau`, whose state only `plateau_hook` changes.
+
+    It would take the loss of each step, and this one takes that of each evaluation.
+    """
+    plateau = contrib.reduce_on_plateau(**options)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:  # noqa: ARG001
+        return optax.tree.scale(state.scale, updates), state
+
+    return optax.GradientTransformation(plateau.init, update)
+
+
+def plateau_hook(options: Mapping[str, Any], metric: str = "eval/loss") -> Hook:
+    """Make a hook that tells `scale_on_plateau` the loss of each evaluation."""
+    plateau = as_optimizer(contrib.reduce_on_plateau(**options))
+    is_node = lambda node: isinstance(node, contrib.ReduceLROnPlateauState)
+
+    advance: Any = jax.jit(lambda old, value: plateau.update({}, old, value=value)[1])
+
+    def reduce_on_plateau(event: Event) -> Replace | None:
+        if event.is_train or metric not in event.metrics:
+            return None
+        value = event.metrics[metric]
+        nodes = find_nodes(event.state.opt_state, contrib.ReduceLROnPlateauState)
+        if len(nodes) != 1:
+            advice = "leave the scheduler out, or the optimizer to the arguments"
+            refuse("scheduler", "the optimizer of the arguments", "another one", advice)
+        new = advance(nodes[0], np.float32(value))
+        change = lambda node: new if is_node(node) else node
+        opt_state = jax.tree.map(change, event.state.opt_state, is_leaf=is_node)
+        why = f"the learning rate is scaled by {float(new.scale):.3g} after {metric} {value:.4g}"
+        return Replace(event.state._replace(opt_state=opt_state), why)
+
+    reduce_on_plateau.replaces_state = True  # type: ignore[attr-defined]
+    reduce_on_plateau.provides = ()  # type: ignore[attr-defined]
+    return reduce_on_plateau
 
 
 def _check_known(field: str, name: str, options: Mapping[str, Any], known: Collection[str]) -> None:
@@ -134,13 +212,16 @@ def _find(name: str) -> Callable[..., optax.GradientTransformation] | None:
     return None
 
 
-def find_optimizer(name: str) -> Callable[..., optax.GradientTransformation]:
-    """Return the function of optax or optax.contrib that builds an optimizer."""
+def find_optimizer(name: str, other: str = "tx=…") -> Callable[..., optax.GradientTransformation]:
+    """Return the function of optax or optax.contrib that builds an optimizer.
+
+    `other` is the argument for another optimizer.
+    """
     if name in _NOT_BY_NAME:
         refuse("optimizer", "one that can be built by name", repr(name), _NOT_BY_NAME[name])
     if (build := _find(name)) is None:
         names = optimizer_names()
-        advice = suggest(name, names) or "give tx=… for another optimizer"
+        advice = suggest(name, names) or f"give {other} for another optimizer"
         refuse("optimizer", f"one of {', '.join(names)}", repr(name), advice)
     return build
 
@@ -236,13 +317,16 @@ def with_schedule_at(opt_state: Any, step: int) -> Any:
 def learning_rate_of(schedule: optax.Schedule) -> Callable[[Any], jax.Array]:
     """Make a function from a train state to the learning rate of the update that produced it.
 
-    It reads the optimizer's count, which skipped steps do not increment.
+    It reads the optimizer's count, which skipped steps do not increment, and the scale of
+    `scale_on_plateau`.
     """
 
     def learning_rate(state: Any) -> jax.Array:
         nodes = jax.tree.leaves(state.opt_state, is_leaf=_is_schedule_state)
         counts = [node.count for node in nodes if _is_schedule_state(node)]
-        return jnp.asarray(schedule((counts[0] if counts else state.step) - 1), jnp.float32)
+        rate = jnp.asarray(schedule((counts[0] if counts else state.step) - 1), jnp.float32)
+        plateaus = find_nodes(state.opt_state, contrib.ReduceLROnPlateauState)
+        return rate * plateaus[0].scale.astype(jnp.float32) if plateaus else rate
 
     return learning_rate
 

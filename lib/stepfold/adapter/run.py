@@ -15,6 +15,7 @@ from stepfold.adapter import setup
 from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.from_arguments import best_metric, precision
 from stepfold.adapter.loading import TrainingLoader
+from stepfold.adapter.optimizers import is_plateau, plateau_hook
 from stepfold.adapter.parts import Parts
 from stepfold.adapter.steps import Step, StepWithHooks, call_evaluate
 from stepfold.core.validation import absolute_path, takes_any_keyword
@@ -239,6 +240,9 @@ def make_hooks(
         _check_evaluations(parts, str(metric), evaluations)
     if metric is not None and patience is not None:
         hooks.append(stop_early(metric, patience=patience, mode=mode, keep_state=is_of_evaluation))
+    if is_plateau(arguments.scheduler):
+        _check_evaluations(parts, "eval/loss", evaluations, "scheduler")
+        hooks.append(plateau_hook(arguments.scheduler_kwargs))
     if arguments.track_memory:
         hooks.append(memory_use)
     if arguments.weight_distribution_log_steps is not None:
@@ -271,16 +275,24 @@ def stop_on_skipped(arguments: TrainingArguments) -> Hook:
     return trainer_hooks.StopOnSkipped(50 if has_scale else 1)
 
 
-def _check_evaluations(parts: Parts, metric: str, evaluations: Sequence[Evaluation]) -> None:
-    """Check that a metric that ends the run or ranks its checkpoints is measured in time."""
+def _check_evaluations(
+    parts: Parts, metric: str, evaluations: Sequence[Evaluation], name: str | None = None
+) -> None:
+    """Check that a metric of a field is measured in time.
+
+    Without a `name`, the field is the one that ends the run or ranks its checkpoints.
+    """
     has_patience = parts.arguments.early_stopping_patience is not None
-    name = "early_stopping_patience" if has_patience else "metric_for_best_model"
+    is_ranked = name is None and not has_patience
+    if name is None:
+        name = "early_stopping_patience" if has_patience else "metric_for_best_model"
     if not evaluations:
-        advice = "give dataset_eval, or metric_for_best_model='train.loss'"
+        advice = "give dataset_eval"
+        advice += "" if name == "scheduler" else ", or metric_for_best_model='train.loss'"
         refuse(name, f"data to evaluate on, to measure {metric}", "none", advice)
     manager = parts.checkpoint_manager
     saves = manager and (manager.every, manager.every_epochs, manager.every_minutes)
-    if not has_patience and not any(saves or ()):
+    if is_ranked and not any(saves or ()):
         return  # the only checkpoint is that of the end
     own = [item for item in evaluations if metric.startswith(f"{item.name}/")]
     if own and not any(item.every or item.every_epochs for item in own):
