@@ -184,6 +184,21 @@ def test_a_trainer_starts_from_and_writes_the_names_of_others(tmp_path):
         digits.trainer(given={"names": {"kernel": "weight"}})
 
 
+def test_a_state_that_is_there_already_is_not_saved_again_and_another_is_refused(tmp_path):
+    trainer = digits.train_only(max_steps=2)
+    trainer.train()
+    path = trainer.save_pretrained(tmp_path)
+    before = {file: file.stat().st_mtime_ns for file in path.rglob("*") if file.is_file()}
+    assert trainer.save_pretrained(tmp_path) == path
+    assert {file: file.stat().st_mtime_ns for file in path.rglob("*") if file.is_file()} == before
+    assert digits.train_only(max_steps=3).train(ckpt_path=tmp_path).step == 3
+    other = trainer.state._replace(params=jax.tree.map(jnp.negative, trainer.state.params))
+    smaller = trainer.state._replace(params={"kernel": trainer.state.params["kernel"]})
+    for state in (other, smaller):
+        with pytest.raises(sf.CheckpointError, match="expected a new step, got 2, which is there"):
+            trainer.save_pretrained(tmp_path, state)
+
+
 def test_arguments_without_json_leave_the_reason(tmp_path):
     trainer = digits.trainer(custom_scheduler=lambda step: 0.1, learning_rate=5e-5, max_steps=1)
     path = trainer.save_pretrained(tmp_path)

@@ -146,7 +146,8 @@ def digits():
     "Advanced usage",
     {
         "`ClassificationTrainer` with `eval_step` and `evaluate`": "the same, but for "
-        "`targets.shape[0]`; or metrics next to the loss, as [above](#subclasses)"
+        "`outputs.argmax(1)`, `targets.shape[0]` and no `torch.no_grad()`; its means of batches "
+        "are its own; or metrics next to the loss, as [above](#subclasses)"
     },
 )
 def test_custom_metrics_for_classification():

@@ -4,6 +4,7 @@ import abc
 import collections
 import dataclasses
 import inspect
+import itertools
 import json
 import types
 from pathlib import Path
@@ -428,7 +429,8 @@ class Skeleton(Trainer):
     "Trainer Protocol",
     "Implementation skeleton example",
     {
-        "its `__init__`, on `Trainer`": "runs without `super().__init__()`",
+        "its `__init__`, on `Trainer`": "runs without `super().__init__()`; `train`, `evaluate` "
+        "and `save_pretrained` of `Trainer` then make the other parts",
         "its `train`, `evaluate` and `save_pretrained`, on `Trainer`": "the same",
     },
 )
@@ -446,6 +448,29 @@ def test_the_skeleton_runs_on_the_trainer(tmp_path):
     with pytest.raises(AttributeError, match="has no attribute 'plan'") as caught:
         made.log_metrics({"loss": 1.0}, None, 1)
     assert "call super().__init__(arguments, …)" in caught.value.__notes__[0]
+
+
+class Inheriting(Skeleton):
+    """The skeleton with the `__init__` of the text, and the methods of `Trainer` for the rest."""
+
+    train, evaluate = Trainer.train, Trainer.evaluate
+    save_pretrained = Trainer.save_pretrained
+
+
+def test_the_methods_of_the_trainer_complete_a_skeleton_that_never_called_its_init(tmp_path):
+    made, plain = (kind(arguments(), TRAIN, TEST) for kind in (Inheriting, Skeleton))
+    output, state = made.train(), plain.state
+    for batch in itertools.islice(plain.dataloader_train, 20):
+        state, _ = plain.train_step_fn(state, batch)
+    assert bits(output.state) == bits(made.state) == bits(state)
+    loss = plain.evaluate(state)["loss"]
+    assert made.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-6)
+    assert made.history["train/loss"][-1] < made.history["train/loss"][0]
+    other = Inheriting(arguments(), TRAIN, TEST)
+    other.state = state  # in place of that of `configure_model`
+    assert other.evaluate()["eval_loss"] == made.evaluate()["eval_loss"]
+    path = Inheriting(arguments(), TRAIN, TEST).save_pretrained(str(tmp_path))
+    assert sf.latest_step(tmp_path) == int(path.name) == 0
 
 
 class Assigning(Trainer):

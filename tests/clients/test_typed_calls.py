@@ -44,8 +44,9 @@ def make_trainer(**changes: Any) -> Trainer:
     "Introduction",
     {
         "type hints of the protocol": "mypy accepts the calls on a `Trainer`, and a class of "
-        "your own with these signatures; aliases of fields, and the construction of such a class, "
-        "need `# type: ignore`"
+        "your own with these signatures; `# type: ignore` is needed for aliases of fields, for the "
+        "construction of such a class, and for an override on `Trainer` of `save_pretrained` or "
+        "`train`, of which each document has another signature"
     },
 )
 def test_calls_of_the_guides(tmp_path: Path) -> None:
@@ -100,6 +101,30 @@ class CustomTrainer(Trainer):
 
     def eval(self, model_state: sf.TrainState) -> Iterator[dict[str, float]]:
         return super().eval(model_state)
+
+
+class OfProtocol(Trainer):
+    """Overrides with the signatures of the guide to the protocol."""
+
+    def train(  # type: ignore[override]
+        self, model_parameters: Any = None, state: sf.TrainState | None = None
+    ) -> sf.TrainState:
+        trained: sf.TrainState = super().train(model_parameters, state).state
+        return trained
+
+    def save_pretrained(  # type: ignore[override]
+        self, ckpt_path: str, state: sf.TrainState | None = None
+    ) -> None:
+        super().save_pretrained(ckpt_path, state)
+
+
+def test_a_subclass_has_the_signatures_of_the_guide(tmp_path: Path) -> None:
+    arguments = TrainingArguments(max_steps=2, total_batch_size=8, progress_bar_type="none")
+    devices = jax.devices()[:1]
+    trainer = OfProtocol(arguments, None, init, DATA, loss_fn=loss_fn, devices=devices)
+    state: sf.TrainState = trainer.train()
+    trainer.save_pretrained(ckpt_path=str(tmp_path), state=state)
+    assert sf.latest_step(tmp_path) == int(state.step) == 2
 
 
 class OfReference(Trainer):

@@ -84,7 +84,8 @@ def make_schedule(arguments: TrainingArguments, steps: int | None) -> optax.Sche
     warmup, peak = arguments.warmup_steps, arguments.learning_rate
     end = arguments.learning_rate_end or 0.0
     decay_steps = 1 if steps is None else steps - warmup
-    schedule = SCHEDULES[name](peak, end, decay_steps, **arguments.scheduler_kwargs)
+    options = {} if is_plateau(arguments.scheduler) else arguments.scheduler_kwargs
+    schedule = SCHEDULES[name](peak, end, decay_steps, **options)
     if not warmup:
         return schedule
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), schedule], [warmup])

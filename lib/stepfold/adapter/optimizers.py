@@ -43,23 +43,6 @@ def _wsd(peak: float, end: float, steps: int, *, decay: float = 0.1) -> optax.Sc
     return optax.join_schedules(schedules, [steps - decay_steps])
 
 
-def _reduce_on_plateau(
-    peak: float,
-    _end: float,
-    _steps: int,
-    *,
-    factor: float = 0.1,
-    patience: int = 10,
-    rtol: float = 1e-4,
-    atol: float = 0.0,
-    cooldown: int = 0,
-    min_scale: float = 0.0,
-) -> optax.Schedule:
-    """Return the rate before `scale_on_plateau` reduces it; the options are those of that."""
-    del factor, patience, rtol, atol, cooldown, min_scale
-    return optax.constant_schedule(peak)
-
-
 SCHEDULES: Mapping[str, Callable[..., optax.Schedule]] = MappingProxyType(
     {
         "constant": lambda peak, _end, _steps: optax.constant_schedule(peak),
@@ -76,18 +59,18 @@ SCHEDULES: Mapping[str, Callable[..., optax.Schedule]] = MappingProxyType(
         ),
         "wsd": _wsd,
         "cosine_restarts": _cosine_restarts,
-        "reduce_on_plateau": _reduce_on_plateau,
     }
 )
 """Schedules by name: functions `(peak, end, steps, **options)`."""
 
-ENDLESS = ("constant", "inverse_sqrt", "reduce_on_plateau")
+ENDLESS = ("constant", "inverse_sqrt")
 """Schedules that do not depend on the number of steps."""
 
 _ALIASES = {
     "none": "constant",
     "constant_with_warmup": "warmup_constant",
-    "reduce_lr_on_plateau": "reduce_on_plateau",
+    "reduce_on_plateau": "constant",  # and `scale_on_plateau` after the optimizer
+    "reduce_lr_on_plateau": "constant",
     "cosine_with_restarts": "cosine_restarts",
     "warmup_stable_decay": "wsd",
 }
@@ -105,7 +88,8 @@ def parse_scheduler(
     wants_warmup = schedule != full_name
     schedule = _ALIASES.get(schedule, schedule)
     if schedule not in SCHEDULES:
-        names = ["none", *SCHEDULES, *(f"warmup_{known}" for known in SCHEDULES)]
+        names = ["none", *SCHEDULES, "reduce_on_plateau"]
+        names += [f"warmup_{known}" for known in names[1:]]
         advice = suggest(name, names) or f"give {other} for another schedule"
         refuse(argument, f"one of {', '.join(names)}", repr(name), advice)
     return schedule, wants_warmup
@@ -115,6 +99,7 @@ def check_scheduler_options(name: str, options: Mapping[str, Any]) -> None:
     """Check that a schedule takes the options, and that they are numbers above 0."""
     parameters = inspect.signature(SCHEDULES[parse_scheduler(name)[0]]).parameters.values()
     known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    known = [*_PLATEAU_OPTIONS] if is_plateau(name) else known
     _check_known("scheduler_kwargs", name, options, known)
     for option, value in options.items():
         read_positive(f"scheduler_kwargs[{option!r}]", value)
@@ -127,9 +112,25 @@ def check_scheduler_options(name: str, options: Mapping[str, Any]) -> None:
             refuse("scheduler_kwargs", f"options of {name}", f"{options}: {error}", cause=error)
 
 
+def _check_known(field: str, name: str, options: Mapping[str, Any], known: Collection[str]) -> None:
+    for option in options:
+        if option not in known:
+            advice = f"{name} takes {', '.join(known) or 'none'}"
+            if option == "learning_rate":
+                advice += "; set the rate with learning_rate and scheduler"
+            elif suggestion := suggest(option, known):
+                advice += f"; {suggestion}"
+            refuse(field, f"options of {name}", repr(option), advice)
+
+
+# A rate that reacts to evaluations
+
+_PLATEAU_OPTIONS = ("factor", "patience", "rtol", "atol", "cooldown", "min_scale")
+
+
 def is_plateau(name: str | None) -> bool:
-    """Whether a schedule reduces the rate if the loss of an evaluation does not improve."""
-    return parse_scheduler(name or "none")[0] == "reduce_on_plateau"
+    """Whether a scheduler reduces the rate if the loss of an evaluation does not improve."""
+    return re.fullmatch("(warm_?up_)?reduce_(lr_)?on_plateau", name or "") is not None
 
 
 def scale_on_plateau(options: Mapping[str, Any]) -> optax.GradientTransformation:
@@ -147,9 +148,8 @@ def scale_on_plateau(options: Mapping[str, Any]) -> optax.GradientTransformation
 
 def plateau_hook(options: Mapping[str, Any], metric: str = "eval/loss") -> Hook:
     """Make a hook that tells `scale_on_plateau` the loss of each evaluation."""
-    plateau = as_optimizer(contrib.reduce_on_plateau(**options))
-    is_node = lambda node: isinstance(node, contrib.ReduceLROnPlateauState)
-
+    plateau: Any = as_optimizer(contrib.reduce_on_plateau(**options))
+    is_node: Any = lambda node: isinstance(node, contrib.ReduceLROnPlateauState)
     advance: Any = jax.jit(lambda old, value: plateau.update({}, old, value=value)[1])
 
     def reduce_on_plateau(event: Event) -> Replace | None:
@@ -169,17 +169,6 @@ def plateau_hook(options: Mapping[str, Any], metric: str = "eval/loss") -> Hook:
     reduce_on_plateau.replaces_state = True  # type: ignore[attr-defined]
     reduce_on_plateau.provides = ()  # type: ignore[attr-defined]
     return reduce_on_plateau
-
-
-def _check_known(field: str, name: str, options: Mapping[str, Any], known: Collection[str]) -> None:
-    for option in options:
-        if option not in known:
-            advice = f"{name} takes {', '.join(known) or 'none'}"
-            if option == "learning_rate":
-                advice += "; set the rate with learning_rate and scheduler"
-            elif suggestion := suggest(option, known):
-                advice += f"; {suggestion}"
-            refuse(field, f"options of {name}", repr(option), advice)
 
 
 # Optimizers

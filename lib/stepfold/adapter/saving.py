@@ -16,10 +16,12 @@ from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.parts import Parts
 from stepfold.checkpoint.names import NameMap
+from stepfold.checkpoint.restore import restore
 from stepfold.checkpoint.safetensors import export_params
 from stepfold.checkpoint.steps import read_directory
+from stepfold.checkpoint.store import open_store
 from stepfold.core.validation import absolute_path
-from stepfold.errors import ConfigError, refuse
+from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError, refuse
 from stepfold.inspect.report import parameter_table
 from stepfold.loop.run_info import versions
 from stepfold.tree import describe_value
@@ -36,6 +38,24 @@ def path_and_state(*values: Any, default: Path | None = None) -> tuple[Path, Any
         advice = "write save_pretrained(path), or (state, save_directory=path)"
         refuse("save_pretrained", "one path and at most one state", got, advice)
     return absolute_path("save_directory", paths[0]), next(iter(states), None)
+
+
+def is_saved(directory: Path, state: Any, step: int) -> bool:
+    """Whether a directory has a checkpoint of this step with the values of this state."""
+    if not open_store(directory).has_step(step):
+        return False
+    try:
+        saved = restore(directory, state, step=step, fall_back=False).state
+    except (CheckpointError, TreeMismatchError):
+        return False
+
+    def is_same(old: Any, new: Any) -> Any:
+        if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
+            old, new = jax.random.key_data(old), jax.random.key_data(new)
+        is_float = jnp.issubdtype(new.dtype, jnp.inexact)
+        return jnp.array_equal(old, new, equal_nan=bool(is_float))
+
+    return all(map(bool, jax.tree.leaves(jax.tree.map(is_same, saved, state))))
 
 
 # Files next to checkpoints and weights

@@ -246,6 +246,17 @@ class Trainer:
             )
         raise error
 
+    def _complete(self) -> None:
+        """Make the parts of a subclass whose `__init__` assigns its own, without `super()`."""
+        own = vars(self)
+        if "_parts" in own or "arguments" not in own:
+            return
+        state, names = own.get("_state"), ("model", "dataset_train", "dataset_eval")
+        given: dict[str, Any] = {name: own.get(name) for name in names}
+        Trainer.__init__(self, own["arguments"], **given)
+        if state is not None:
+            self.set_state(state)
+
     # What a run needs, in the order in which it is made
 
     def initialize_trainer_utils(self) -> None:
@@ -351,6 +362,7 @@ class Trainer:
         Returns:
           The state, and the path of the last checkpoint.
         """
+        self._complete()
         known = [*inspect.signature(Trainer.train).parameters][1:-1]
         refuse_unknown("train", unknown, known, _ELSEWHERE)
         if not self.arguments.do_train:
@@ -560,6 +572,7 @@ class Trainer:
             or a function of the numbers by name.
           dataset: other data to evaluate on.
         """
+        self._complete()
         state = setup.state_of(state)
         if state is not None and not setup.is_state(state) and dataset is None:
             state, dataset = None, state
@@ -663,13 +676,15 @@ class Trainer:
         loads, with the `names` of the trainer. `easystate_to_huggingface_model_kwargs` may have
         other `names`, also as names in torch by path, and `torch_save_pretrained_kwargs` the
         `metadata` of the file. The `metadata` of the trainer are written too. `gather_fns` must be
-        None. Without a path it is `output_dir/pretrained`. Returns the folder of the checkpoint, or
-        that of the safetensors.
+        None. Without a path it is `output_dir/pretrained`. A state that is there already is not
+        saved again; another state of the same step is refused. Returns the folder of the
+        checkpoint, or that of the safetensors.
 
         A run saves its own checkpoints. In addition it calls the method of a subclass at each step
         of `save_strategy` and at the end, with the path `output_dir/pretrained/<step>`. The latest
         `save_total_limit` of these folders are kept.
         """
+        self._complete()
         output_dir, values = self.arguments.output_dir, (save_directory, ckpt_path)
         default = None if output_dir is None else Path(output_dir) / run.PRETRAINED
         path, state = saving.path_and_state(setup.state_of(state), *values, default=default)
@@ -690,7 +705,8 @@ class Trainer:
         saving.write_arguments(path, self.arguments)
         saving.write_metadata(path, self._parts.metadata)
         metrics = {name: curve[-1] for name, curve in self.history.items() if len(curve)}
-        save(path, state, step=step, data=data, metrics=metrics)
+        if not saving.is_saved(path, state, step):
+            save(path, state, step=step, data=data, metrics=metrics)
         return path / str(step)
 
     def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> Path:

@@ -63,8 +63,6 @@ def _conflicts_of_optimizer(a: Any) -> _Conflicts:
         yield "scheduler", "learning_rate_end", "a constant rate ends where it begins"
     if end is not None and end > a.learning_rate:
         yield "learning_rate", "learning_rate_end", "a rate that rises needs custom_scheduler"
-    if end is not None and decay == "reduce_on_plateau":
-        yield "scheduler", "learning_rate_end", "write scheduler_kwargs={'min_scale': …}"
     if decay == "exponential" and not end:
         yield "scheduler", "learning_rate_end", "it never gets to 0; write an end above 0"
     options, known = a.extra_optimizer_kwargs, optimizer_options(a.optimizer)
