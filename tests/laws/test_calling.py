@@ -1,5 +1,6 @@
 """A step gives the same however it is called: jitted or not, scanned, mapped, on 1 device or 8."""
 
+from contextlib import nullcontext
 from functools import cache, partial
 
 import chex
@@ -137,6 +138,47 @@ def test_shard_map_over_eight_devices_equals_one(n, check_vma):
     chex.assert_trees_all_close(
         _raw(mapped(state, batch)), _raw(one(state, batch)), rtol=1e-4, atol=1e-5
     )
+
+
+def _mean_of_devices(loss_fn, **options):
+    grad_fn = sf.make_grad(loss_fn, **options)
+
+    def over_devices(*inputs):
+        grads, *rest = grad_fn(*inputs)
+        return jax.lax.pmean(grads, "x"), *rest
+
+    return over_devices
+
+
+MEAN_OF_DEVICES = optax.stateless(lambda grads, _: jax.lax.pmean(grads, "x"))
+
+
+@pytest.mark.parametrize(
+    ("reduce", "grad", "tx", "check_vma", "is_local"),
+    [
+        (lambda loss: loss, sf.make_grad, optax.identity(), False, True),
+        (lambda loss: jax.lax.pmean(loss, "x"), sf.make_grad, optax.identity(), False, True),
+        (lambda loss: loss, _mean_of_devices, optax.identity(), False, False),
+        (lambda loss: loss, sf.make_grad, MEAN_OF_DEVICES, False, False),
+        (lambda loss: jax.lax.pmean(loss, "x"), sf.make_grad, optax.identity(), True, False),
+    ],
+    ids=["alone", "pmean of the loss", "own grad", "in the optimizer", "checked"],
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_local_gradients_in_shard_map_are_warned_of(reduce, grad, tx, check_vma, is_local, n):
+    loss = lambda params, batch, key: reduce((batch["x"] @ params["w"]).mean())
+    tx = optax.chain(tx, optax.sgd(1.0))
+    state = sf.init_state({"w": jnp.zeros(2)}, tx, jax.random.key(0))
+    batch = {"x": jnp.arange(32.0).reshape(16, 2)}
+    step = sf.make_train_step(loss, tx, grad=grad, accumulate=n)
+    params = lambda *inputs: step(*inputs)[0].params["w"]
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("x")), "out_specs": PartitionSpec()}
+    mapped = jax.jit(jax.shard_map(params, mesh=_mesh(), check_vma=check_vma, **specs))
+    message = "step: expected gradients of the whole batch in shard_map over x, got those of the"
+    with pytest.warns(UserWarning, match=message) if is_local else nullcontext():
+        new = mapped(state, batch)
+    whole = jnp.allclose(new, -batch["x"].mean(0))
+    assert bool(whole) != is_local
 
 
 @pytest.mark.full

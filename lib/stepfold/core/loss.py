@@ -26,7 +26,7 @@ from stepfold import tree
 from stepfold.core.validation import spell_call, takes
 from stepfold.errors import LossError, StepfoldError, refuse
 from stepfold.internals import texts
-from stepfold.internals.jax import used_inputs
+from stepfold.internals.jax import sum_over_shards, used_inputs
 
 if TYPE_CHECKING:
     from clu.metrics import Average, Metric  # imports flax, a quarter of jax's import time
@@ -447,7 +447,8 @@ def weigh_numbers(metrics: Mapping[str, Any], batch: Any) -> dict[str, Any]:
     def weigh(metric: Any) -> Any:
         if not isinstance(metric, BatchMean):
             return metric
-        return mean(metric.compute(), jnp.asarray(count_examples(batch), jnp.float32))
+        value, weight = metric.compute(), jnp.asarray(count_examples(batch), jnp.float32)
+        return mean(value, sum_over_shards(weight, batch, value))
 
     return {name: weigh(metric) for name, metric in metrics.items()}
 

@@ -1,7 +1,8 @@
 """Train and eval steps: pure functions, not jitted."""
 
 import re
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +49,7 @@ from stepfold.core.precision import (
 from stepfold.core.state import TrainState, check_not_donated, strengthen
 from stepfold.core.validation import check_flags, read_function
 from stepfold.errors import ConfigError, ShardingError, TreeMismatchError, refuse
+from stepfold.internals.jax import has_collective, unchecked_axes, without_dead_code
 
 StepFn = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 """`(state, batch) -> (state, metrics)`, pure and not jitted."""
@@ -73,7 +75,8 @@ def make_train_step(
     It is pure and not jitted: apply `jax.jit` (donate the state), `lax.scan`, `vmap` or `shard_map`
     to it. Its metrics are `loss`, every term of the loss, the metrics of the loss function,
     `grad_norm`, `skipped` if steps may be skipped, and `learning_rate` if the optimizer knows it:
-    if `optax.inject_hyperparams` keeps it in the state. The loss function gets the key
+    if `optax.inject_hyperparams` keeps it in the state. A loss or metric that is a number is taken
+    as a mean over the examples of its batch, which are its weight. The loss function gets the key
     `fold_in(key, step)`. The optimizer gets `value=loss` if it accepts it.
 
     Args:
@@ -114,7 +117,8 @@ def make_train_step(
 
     Warns:
       UserWarning: while tracing, if the batch has a `mask`, as padded batches have, that the loss,
-        or the mean of a metric over its rows, does not depend on.
+        or the mean of a metric over its rows, does not depend on; and in a `shard_map` with
+        `check_vma=False`, if gradients are not averaged over the devices.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> def loss_fn(params, batch, key):
@@ -175,9 +179,15 @@ def make_train_step(
         all_norms = _norms("grad_norm", batch_grads, pattern, norm_of)
         return grads, unscale(all_norms, scale) if scaling else all_norms, norm_of, *rest
 
+    def first_updates(state: TrainState, batch: Any) -> Any:
+        grads, _, _, terms, *_ = gradients(state, batch)
+        return update(tx, grads, state.opt_state, state.params, total_of(terms))[0]
+
     @_explain_explicit_axes()
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         _check_state(state, tx)
+        if grad is make_grad and (axes := unchecked_axes()):
+            _warn_of_local_gradients(axes, first_updates, state, batch)
         grads, all_norms, norm_of, terms, metrics, model_state = gradients(state, batch)
         loss, grad_norm = total_of(terms), all_norms["grad_norm"]
         terms, metrics = weigh_numbers(terms, batch), weigh_numbers(metrics, batch)
@@ -209,8 +219,9 @@ def make_eval_step(
 
     Its metrics are `loss`, every term of the loss, and the metrics of the loss function. Merged
     over batches they are exact, for any batch sizes and masks; a loss or a mean that ignores the
-    `mask` of its batch is warned of. The loss function gets the key of the next train step; to
-    evaluate without dropout, pass a loss function without it.
+    `mask` of its batch is warned of. A number is taken as a mean over the examples of its batch.
+    The loss function gets the key of the next train step; to evaluate without dropout, pass a loss
+    function without it.
 
     Args:
       loss_fn: a loss function.
@@ -291,6 +302,23 @@ def observe(
         return state, {**metrics, **{name: mean(value) for name, value in values.items()}}
 
     return observed
+
+
+def _warn_of_local_gradients(
+    axes: Sequence[str], function: Callable[..., Any], state: TrainState, batch: Any
+) -> None:
+    """Warn if the updates in a `shard_map` without checks are those of the rows of one device."""
+    traced = jax.make_jaxpr(function)(state, batch)
+    if not has_collective(without_dead_code(traced.jaxpr)):
+        names = ", ".join(axes)
+        warnings.warn(
+            f"step: expected gradients of the whole batch in shard_map over {names}, got those of "
+            "the rows of each device, since check_vma=False leaves out the sum over devices, also "
+            "after a pmean of the loss; apply jax.jit to the step instead, with a batch of "
+            "sf.shard_batch, or give make_train_step(…, grad=…) a function whose gradients are "
+            "averaged by jax.lax.pmean. If each device has parameters of its own, ignore this",
+            stacklevel=2,
+        )
 
 
 def _read_pattern(norms: Any) -> re.Pattern[str] | None:

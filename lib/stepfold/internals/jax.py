@@ -189,6 +189,70 @@ def used_inputs(jaxpr: Any, wanted: Sequence[bool] | None = None) -> list[bool]:
     return [*_eliminate_dead_code(jaxpr, used)[1]]
 
 
+def unchecked_axes() -> tuple[str, ...]:
+    """Return the axes of several devices of a `shard_map` around with `check_vma=False`.
+
+    Without jax's attribute for what varies over axes, none: there is no warning of local gradients.
+    """
+    axes = _manual_axes()
+    return axes if axes and _varying(jax.lax.axis_index(axes)) == set() else ()
+
+
+def sum_over_shards(weight: jax.Array, batch: Any, value: jax.Array) -> jax.Array:
+    """Sum a weight of a batch over the axes of a `shard_map` around that shard the batch.
+
+    Axes over which the value varies are left out, since it is one of each shard. Without
+    `check_vma`, which is not known, and it is summed over all axes.
+    """
+    axes = _manual_axes()
+    if axes and not unchecked_axes():
+        sharded = {axis for leaf in jax.tree.leaves(batch) for axis in _varying(leaf) or ()}
+        axes = tuple(axis for axis in axes if axis in sharded - (_varying(value) or set()))
+    return jax.lax.psum(weight, axes) if axes else weight
+
+
+def _manual_axes() -> tuple[str, ...]:
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in mesh.manual_axes if mesh.shape[axis] > 1)
+
+
+def _varying(value: Any) -> set[str] | None:
+    """Return the axes of a `shard_map` over which a value varies; None if jax does not say."""
+    kind = getattr(jax.typeof(value), "manual_axis_type", None)
+    return None if kind is None else {*kind.varying}
+
+
+_COLLECTIVES = ("psum", "pmin", "pmax", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
+
+
+def has_collective(jaxpr: Any, depends: Sequence[bool] | None = None) -> bool:
+    """Whether a jaxpr exchanges values that depend on its inputs, or on those marked.
+
+    The gradient of a `pmean` sums a constant over the devices, which does not count.
+    """
+    marks = [True] * len(jaxpr.invars) if depends is None else depends
+    varying = {var for var, is_marked in zip(jaxpr.invars, marks, strict=True) if is_marked}
+    for equation in jaxpr.eqns:
+        marks = [not hasattr(var, "val") and var in varying for var in equation.invars]
+        if not any(marks):
+            continue
+        if equation.primitive.name.startswith(_COLLECTIVES):
+            return True
+        for inner in _inner_jaxprs(equation.params):
+            is_call = len(inner.invars) == len(marks)
+            if has_collective(inner, marks if is_call else None):
+                return True
+        varying.update(equation.outvars)
+    return False
+
+
+def _inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
+    is_jaxpr: Any = lambda node: hasattr(node, "eqns") or hasattr(node, "jaxpr")
+    for node in jax.tree.leaves([*params.values()], is_leaf=is_jaxpr):
+        if is_jaxpr(node):
+            yield getattr(node, "jaxpr", node)
+
+
 def evaluate_outputs(closed_jaxpr: Any, wanted: Sequence[bool]) -> list[Any]:
     """Compute some outputs of a jaxpr without inputs, and only what they depend on.
 
