@@ -368,7 +368,7 @@ def read_terms(loss: Any) -> Terms:
 def _read_term(path: str, term: Any) -> "Average":
     from clu.metrics import Average
 
-    from stepfold.core.metrics import BatchMean
+    from stepfold.core.batch_mean import BatchMean
 
     if not isinstance(term, Average):
         return BatchMean.of(_read_scalar(path, term))
@@ -399,7 +399,7 @@ def read_metrics(metrics: Any) -> Metrics:
     """
     from clu.metrics import Collection, Metric
 
-    from stepfold.core.metrics import BatchMean
+    from stepfold.core.batch_mean import BatchMean
 
     if isinstance(metrics, Collection):
         # Its private field only counts merges.
@@ -442,7 +442,7 @@ def count_examples(batch: Any) -> Any:
 
 def weigh_numbers(metrics: Mapping[str, Any], batch: Any) -> dict[str, Any]:
     """Weigh the terms or metrics that are numbers by the examples of their batch."""
-    from stepfold.core.metrics import BatchMean
+    from stepfold.core.batch_mean import BatchMean
 
     def weigh(metric: Any) -> Any:
         if not isinstance(metric, BatchMean):
