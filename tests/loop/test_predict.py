@@ -101,6 +101,29 @@ def test_an_example_that_its_own_mask_leaves_out_is_no_padding():
     assert sf.predict(flat, PARAMS, of_stream).tolist() == [0, 0, 0]
 
 
+WRAPS = {
+    "prefetch": sf.prefetch,
+    "workers": lambda made: sf.workers(made, 0),
+    "both": lambda made: sf.prefetch(sf.workers(made, 0)),
+    "one worker": lambda made: sf.workers(made, 1),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@pytest.mark.parametrize("files", [False, True])
+def test_no_wrapper_leaves_out_an_example(wrap, files, tmp_path):
+    examples = {**data(10), "mask": np.arange(10) % 3 > 0}
+    options = {"to": tmp_path, "shard_rows": 4} if files else {}
+    found = sf.predict(step, PARAMS, wrap(batches(examples)), **options)
+    if files:
+        found[-1].unlink()  # the rows of a folder are found again
+        same_files(sf.predict(step, PARAMS, wrap(batches(examples)), **options), data(10))
+    else:
+        same(found, data(10))
+    skipping = wrap(batches(examples).without([(0, 1)]))
+    same(sf.predict(step, PARAMS, skipping), {name: x[4:] for name, x in data(10).items()})
+
+
 def test_rows_of_other_batches_are_left_out_by_their_mask():
     examples = data(8)
     masks = np.bool_([[1, 1, 0, 1], [0, 0, 1, 0]])

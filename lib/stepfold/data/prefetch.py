@@ -41,8 +41,8 @@ def prefetch(batches: Any, *, sharding: Any = None, size: int = 2) -> "Prefetch"
     returned; prefetched batches do not count. The thread starts with the first `next`. It stops
     after the last batch, an error, `close()` or the `with` block, when the iterator is garbage
     collected, and at exit. Batches of numpy arrays are copied, because their source may reuse its
-    buffers while they wait; only those of `sf.batches` without `collate` never share memory that is
-    written again.
+    buffers while they wait; only those of `sf.batches`, without `collate` or with `sf.collate`,
+    never share memory that is written again.
 
     The thread makes and places batches in the jax contexts of the first `next`, such as
     `jax.default_device`, `jax.enable_x64` and `jax.set_mesh`. A later `next` in others warns if the
@@ -118,16 +118,19 @@ def _check_batches(batches: Any) -> None:
 DEFAULTS = {"endless": False, "steps_per_epoch": None, "epoch_ends": None, "batch_sizes": ()}
 """Attributes of batches, with their values if the batches lack them."""
 
+_PASSED_ON = ("at", "state_at", "skipped", "batch_index", "count_rows")
+_CHANGED = ("get_state", "set_state", "without", "reweight")
+
 
 class ReadAhead:
     """Base class of iterators that read batches ahead, and have the attributes of the batches.
 
-    Those in `_passed_on` do not depend on how far the batches are read. The others that batches may
-    have are methods here, with an underscore.
+    Those in `_PASSED_ON` do not depend on how far the batches are read. The others that batches may
+    have are methods here, with an underscore. A wrapper leaves out what it `_lacks`.
     """
 
     reuses_buffers = False
-    _passed_on: tuple[str, ...] = ()
+    _lacks: tuple[str, ...] = ()
 
     def __init__(self, batches: Any, iterator: Any) -> None:
         self._batches, self._iterator = batches, iterator
@@ -154,10 +157,9 @@ class ReadAhead:
     def __getattr__(self, name: str) -> Any:
         if name in DEFAULTS:
             return getattr(self._batches, name, DEFAULTS[name])
-        if name in self._passed_on:
+        if name in _PASSED_ON and name not in self._lacks:
             return getattr(self._iterator, name)
-        methods = ("get_state", "set_state", "without", "reweight")
-        if name in methods and hasattr(self._iterator, name):
+        if name in _CHANGED and hasattr(self._iterator, name):
             return getattr(self, f"_{name}")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
@@ -178,7 +180,7 @@ class Prefetch(ReadAhead):
     ([1, 2, 3], False)
     """
 
-    _passed_on = ("state_at", "skipped", "batch_index", "count_rows")
+    _lacks = ("at",)  # it would not be placed
 
     def __init__(self, batches: Any, iterator: Any, place: Place | None, size: int) -> None:
         super().__init__(batches, iterator)

@@ -112,8 +112,6 @@ class Workers(ReadAhead):
     (3, array([0, 1]), 1)
     """
 
-    _passed_on = ("at", "state_at", "skipped", "batch_index")
-
     def __init__(
         self,
         messages: "_States | _Examples",
@@ -123,6 +121,8 @@ class Workers(ReadAhead):
     ) -> None:
         super().__init__(messages.batches, messages.batches)
         self._messages, self._count, self._ahead, self._pool = messages, count, ahead, pool
+        if not count:  # otherwise, each batch has its own memory
+            self.reuses_buffers = getattr(messages.batches, "reuses_buffers", True)
         self._make: _StateMaker | _ExampleMaker | None = None  # without processes
         self._position = messages.get_state()  # after the last batch returned
         self._pending: deque[_Pending] = deque()
