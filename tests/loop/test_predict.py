@@ -279,8 +279,8 @@ def test_batches_in_another_order_or_without_the_last_rows_are_refused(options, 
     [
         ({"step": None}, "^step: expected a function of a state and a batch, got NoneType"),
         ({"shard_rows": 0}, "^shard_rows: expected an integer of at least 1, got 0"),
-        ({"to": 3}, "^directory: expected a path, got 3"),
-        ({"to": "s3://bucket/x"}, "^directory: expected a path on a file system, got 's3:"),
+        ({"to": 3}, "^to: expected a path, got 3"),
+        ({"to": "s3://bucket/x"}, "^to: expected a path on a file system, got 's3:"),
     ],
 )
 def test_wrong_arguments_are_refused(options, message):
@@ -620,6 +620,34 @@ def test_a_damaged_last_file_is_refused_and_may_be_deleted(damage, is_complete, 
         sf.predict(step, PARAMS, batches(data(30)), to=tmp_path, shard_rows=5)
     last.unlink()
     same_files(sf.predict(step, PARAMS, batches(data(30)), to=tmp_path, shard_rows=5), data(30))
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_that_is_not_the_last_is_refused(damage, tmp_path):
+    predict = lambda: sf.predict(step, PARAMS, batches(data(30)), to=tmp_path, shard_rows=5)
+    files = predict()
+    damage(files[2])
+    text = f"{files[2].name}: expected 5 rows, got .*; delete it and the files after it, and their"
+    with pytest.raises(sf.CheckpointError, match=text):
+        predict()
+    for path in files[2:]:
+        path.unlink()
+    same_files(predict(), data(30))
+
+
+def test_a_relative_folder_is_that_of_the_call(tmp_path, monkeypatch):
+    class Moves:
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            os.chdir("/")
+            return {name: x[index] for name, x in data(5).items()}
+
+    monkeypatch.chdir(tmp_path)
+    files = sf.predict(step, PARAMS, batches(Moves()), to="out")
+    assert files == [tmp_path / "out" / "rows-000000000000-000000000005.npz"]
+    same_files(files, data(5))
 
 
 def test_missing_files_are_refused(tmp_path):
