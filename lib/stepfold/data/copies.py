@@ -71,7 +71,7 @@ def copy_writeable(array: Any) -> Any:
 def view_read_only(array: Any) -> Any:
     """Return a view of an array that cannot be written to."""
     view = array.view()
-    view.flags.writeable = False
+    view.setflags(write=False)
     return view
 
 
