@@ -1,6 +1,7 @@
 """Prefetch batches in a background thread, preserving their order and position."""
 
 import atexit
+import os
 import pickle
 import threading
 import warnings
@@ -185,7 +186,7 @@ class Prefetch(ReadAhead):
     def __init__(self, batches: Any, iterator: Any, place: Place | None, size: int) -> None:
         super().__init__(batches, iterator)
         self._place, self._size = place, size
-        self._lock = threading.Lock()
+        self._lock, self._process = threading.Lock(), os.getpid()
         self._is_over = False
         self._state: bytes | None = None  # after the last batch returned; None if none was
         self._failed: Any = _NONE  # a batch that was read, and could not be placed
@@ -194,6 +195,8 @@ class Prefetch(ReadAhead):
         self._stop: Callable[[], object] = lambda: None
 
     def __next__(self) -> Any:
+        if self._process != os.getpid():
+            self._leave_parent()
         with self._lock:
             if self._is_over:
                 raise StopIteration
@@ -224,6 +227,19 @@ class Prefetch(ReadAhead):
         reader.start()
         self._reader = reader
         return reader
+
+    def _leave_parent(self) -> None:
+        """Continue from the same position in a process that was forked, which has no thread."""
+        self._lock, self._process = threading.Lock(), os.getpid()  # a thread may hold the old
+        if self._reader is None or self._reader.is_stopped or self._is_over:
+            return
+        if self._state is None or not hasattr(self._iterator, "set_state"):
+            self._is_over = True
+            expected = "batches with get_state() and set_state(), to continue in a forked process"
+            got, advice = tree.describe_value(self._batches), "make the batches in that process"
+            refuse("prefetch", expected, got, advice, kind=DataError)
+        self._reader, self._failed = None, _NONE
+        self._iterator.set_state(pickle.loads(self._state))
 
     def _warn_of_contexts(self, batch: Any) -> None:
         if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):
