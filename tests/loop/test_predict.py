@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from tests import small
 
 import stepfold as sf
 
@@ -109,9 +110,10 @@ WRAPS = {
 }
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@pytest.mark.parametrize("kind", small.full_but(["prefetch", "workers", "both"], WRAPS))
 @pytest.mark.parametrize("files", [False, True])
-def test_no_wrapper_leaves_out_an_example(wrap, files, tmp_path):
+def test_no_wrapper_leaves_out_an_example(kind, files, tmp_path):
+    wrap = WRAPS[kind]
     examples = {**data(10), "mask": np.arange(10) % 3 > 0}
     options = {"to": tmp_path, "shard_rows": 4} if files else {}
     found = sf.predict(step, PARAMS, wrap(batches(examples)), **options)
