@@ -301,6 +301,7 @@ def test_lists_and_columns_may_be_traced():
     pad = lambda examples: collate(examples, length=2, side="left")
     for examples in (rows, columns, [{"a": [0.5], "b": [1]}, {"a": [], "b": []}]):
         is_same(jax.jit(pad)(examples), pad(examples))
+    assert not jax.eval_shape(pad, rows)["tokens"].weak_type
     mixed = jax.jit(lambda x: pad([x, [7, 8, 9], np.array([10]), []]))(jnp.arange(1))
     assert mixed["tokens"].tolist() == [[0, 0], [8, 9], [0, 10], [0, 0]]
     assert mixed["tokens"].dtype == np.int32

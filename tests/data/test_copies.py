@@ -75,6 +75,11 @@ def counted(example):
     return dict(example)
 
 
+def counted_row(row):
+    row["x"] += 1
+    return {"x": row["x"]}
+
+
 CHANGES = {
     "dict": ([{"x": float(i)} for i in range(4)], tenth),
     "nested": ([{"in": {"x": i}} for i in range(4)], nested),
@@ -84,6 +89,7 @@ CHANGES = {
     "Counter": ([collections.Counter(x=i) for i in range(4)], counted),
     "UserDict": ([collections.UserDict(x=i) for i in range(4)], counted),
     "tensor": ([{"x": Tensor(i)} for i in range(4)], counted),
+    "row of a table": (list(np.zeros(4, [("x", "f8"), ("y", "i4")])), counted_row),
     "objects": (np.array([{"x": float(i)} for i in range(4)], object), tenth),
 }
 
@@ -244,6 +250,34 @@ def test_a_source_may_fill_one_array_again(size):
     assert next(sf.batches(mixed, 6))["x"][:, 0].tolist() == [0, 0, 1, 1, 2, 2]
     packed = sf.pack(sf.mix([({"x": np.ones((4, 2))}, 1), (PairsOf(), 1)]), length=12)
     assert next(packed)["x"].tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("collate", [None, lambda examples: {"x": np.stack(examples)}])
+def test_a_transform_may_fill_one_array_again(collate):
+    buffer, constant = np.zeros(3), np.ones(1)
+
+    def fill(i):
+        buffer[:] = i
+        return buffer
+
+    made = sf.batches(range(6), 4, transform=fill, collate=collate)
+    batch = next(made) if collate is None else next(made)["x"]
+    assert batch[:, 0].tolist() == [0, 1, 2, 3]
+    shares = sf.batches(range(6), 4, transform=lambda i: (np.full(3, i), constant))
+    assert next(shares)[0][:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_one_row_of_each_of_several_sources_of_one_buffer():
+    reader = Reader(refills=True)
+    mixed = sf.mix([(reader, 1), (reader, 1)], seed=0)
+    rows = next(sf.batches(mixed, 2))["x"][:, 0].tolist()
+    own = [next(sf.batches(sf.mix([(Rows(), 1), (Rows(), 1)], seed=0), 2))["x"][:, 0].tolist()]
+    assert [rows] == own
+
+
+class Rows(Reader):
+    def __getitem__(self, index):
+        return {"x": np.full(3, float(index)), "one": 1}
 
 
 class PairsOf(Reader):

@@ -19,7 +19,7 @@ import numpy as np
 from stepfold import tree
 from stepfold.core.validation import read_choice, read_function, read_instance, read_integer
 from stepfold.data.collate import collate as collate_examples
-from stepfold.data.copies import copy_example, copy_writeable, view_read_only
+from stepfold.data.copies import RefillGuard, copy_example, copy_writeable, view_read_only
 from stepfold.data.epochs import EpochEnds, Epochs, Shard, Span, read_sizes
 from stepfold.data.mixture import Mixture, Weights
 from stepfold.data.order import Indices, Order, Rows, make_key
@@ -464,7 +464,7 @@ class BatchBuilder(NamedTuple):
         function: Any = self.transform
         if self.transform_seed is not None:
             key = make_key(self.transform_seed, epoch, _TRANSFORM_STREAM)[0, :2]
-        transformed: list[Any] = []
+        transformed, guard = list[Any](), RefillGuard()
         for row, (index, example) in enumerate(zip(indices, examples, strict=True)):
             draws = () if self.transform_seed is None else (_generator(key, index),)
             try:
@@ -478,7 +478,7 @@ class BatchBuilder(NamedTuple):
                 got = f"None for index {index} of the source"
                 advice = "return the example, and filter the source before batching"
                 refuse("transform", "an example", got, advice, kind=DataError)
-            transformed.append(new)
+            transformed.append(guard(new))
         return transformed
 
 

@@ -396,6 +396,7 @@ def _to_jax_arrays(path: KeyPath, leaves: list[Any]) -> list[Any]:
             refuse_keys(locate(index, path), [_first(leaf)])
             try:
                 array = jnp.asarray(leaf)
+                array = jnp.asarray(array, array.dtype)  # not weak, which is another type
             except (ValueError, TypeError):  # ragged lists
                 _refuse_leaf(path, index, leaf)
         arrays.append(array)

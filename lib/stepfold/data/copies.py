@@ -34,6 +34,8 @@ def copy_example(value: Any, copy_array: Callable[[Any], Any]) -> Any:
 def _copy_other(value: Any, copy_array: Callable[[Any], Any]) -> Any:
     if isinstance(value, np.ndarray):
         return copy_array(value)
+    if isinstance(value, np.void):  # a view of a row of a structured array
+        return value.copy()
     if isinstance(value, jax.Array):
         return value
     if not jax.tree_util.all_leaves([value]):  # a node of jax, such as a namedtuple
@@ -75,7 +77,25 @@ def view_read_only(array: Any) -> Any:
     return view
 
 
-def are_one_buffer(first: Any, second: Any) -> bool:
+class RefillGuard:
+    """Copy the examples of a function that fills one buffer again for each.
+
+    The second one shows whether it does. So the first one is always copied.
+    """
+
+    def __init__(self) -> None:
+        self._count, self._first, self._copies = 0, None, True
+
+    def __call__(self, example: Any) -> Any:
+        if self._count == 0:
+            self._first = example
+        elif self._count == 1:
+            self._copies = _are_one_buffer(self._first, example)
+        self._count += 1
+        return copy_example(example, copy_array) if self._copies else example
+
+
+def _are_one_buffer(first: Any, second: Any) -> bool:
     """Whether an example is another one, or in the memory of another one."""
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
         if not (first.size and second.size):
@@ -87,4 +107,4 @@ def are_one_buffer(first: Any, second: Any) -> bool:
         pairs = list(zip(first, second, strict=False))
     else:
         return False
-    return first is second or any(are_one_buffer(a, b) for a, b in pairs)
+    return first is second or any(_are_one_buffer(a, b) for a, b in pairs)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.data.copies import are_one_buffer, copy_array, copy_example
+from stepfold.data.copies import RefillGuard
 from stepfold.data.dtypes import refuse_keys, refuse_masked
 from stepfold.data.order import Rows
 from stepfold.errors import DataError, refuse
@@ -205,7 +205,6 @@ class SequenceSource(Source):
             refuse("source", "examples", f"none: {tree.describe_value(source)}", kind=DataError)
         self.fingerprint = _read_fingerprint(source)
         self.keeps_arrays = isinstance(source, list)
-        self._refills = False  # whether it returns one buffer with other contents
 
     def check_length(self) -> None:
         if len(self._source) != self.length:
@@ -220,7 +219,10 @@ class SequenceSource(Source):
             if is_batched:
                 examples = list(self._source.__getitems__(indices))
             else:
-                self._read(indices, examples)
+                guard = None if self.keeps_arrays else RefillGuard()
+                for index in indices:
+                    example = self._source[index]
+                    examples.append(example if guard is None else guard(example))
         except Exception as error:
             if is_batched:
                 error.add_note(f"reading indices {_abridge(indices)} of the source at once")
@@ -239,17 +241,6 @@ class SequenceSource(Source):
             " (of a filtered grain dataset, give dataset.to_iter_dataset())",
         )
         return examples
-
-    def _read(self, indices: list[int], examples: list[Any]) -> None:
-        """Append the examples; copy them if the source fills one buffer again for each."""
-        for index in indices:
-            example = self._source[index]
-            examples.append(copy_example(example, copy_array) if self._refills else example)
-        if not (self.keeps_arrays or self._refills) and len({*indices[:2]}) == 2:
-            self._refills = are_one_buffer(*examples[:2])
-            if self._refills:
-                examples.clear()
-                self._read(indices, examples)
 
 
 def _read_fingerprint(source: Any) -> Any:
