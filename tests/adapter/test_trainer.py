@@ -564,6 +564,20 @@ def test_which_function_makes_batches():
     assert collected(Own, rows, given={"data_collator": collator}) == {"seen": ["mine"]}
 
 
+def test_an_error_of_a_function_for_columns_says_that_it_gets_them():
+    class Rows(Trainer):
+        def create_collect_function(self):
+            return lambda examples: {"x": np.stack([example["x"] for example in examples])}
+
+    with pytest.raises(TypeError) as error:
+        collected(Rows, [{"x": 1, "y": 2}])
+    assert error.value.__notes__ == [
+        "the function that create_collect_function returns gets a dict of columns ['x', 'y'], not "
+        "a list of examples"
+    ]
+    assert "x" in collected(Rows, [1], given={"data_collator": lambda rows: [{"x": rows}]})
+
+
 def test_a_method_for_all_kinds_of_data_comes_before_the_default_of_one():
     assert collected(Own, [{"x": 1}], use_grain=True) == {"seen": ["x"]}
 

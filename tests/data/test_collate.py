@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stepfold as sf
@@ -234,3 +234,96 @@ def test_invalid_arguments_are_refused(options, message):
     example = {"ids": np.array([1, 2]), "w": np.array([1, 2], np.uint8)}
     with refuses(message, sf.ConfigError):
         collate([example], **{"length": 3, **options})
+
+
+# Under jax's transformations
+
+
+def in_numpy(tree):
+    """Return what jax's arrays hold, and the dtypes that jax reads others as."""
+    return jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf)), tree)
+
+
+def is_same(one, two):
+    one, two = in_numpy(one), in_numpy(two)
+    assert jax.tree.structure(one) == jax.tree.structure(two)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+DTYPES = [
+    np.bool_,
+    np.int8,
+    np.uint16,
+    np.int32,
+    np.float16,
+    jnp.bfloat16,
+    np.float32,
+    np.complex64,
+]
+SPACE = {
+    "length": st.integers(1, 6),
+    "truncate": either_end,
+    "side": either_side,
+    "pad": st.sampled_from([0, 1]),
+    "keys": st.sampled_from([None, ["ids", "in"]]),
+}
+
+
+def transforms_change_nothing(lengths, options, dtype):
+    rng = np.random.default_rng(len(lengths))
+    make = lambda *shape: rng.integers(0, 2, (3, *shape)).astype(dtype)
+    many = [
+        {"ids": make(n), "in": {"w": make(n, 2)}, "one": make(), "fixed": make(2)} for n in lengths
+    ]
+    if options["keys"] is None:
+        many = [{name: x for name, x in each.items() if name != "fixed"} for each in many]
+    collates = lambda examples: collate(examples, **options)
+    single = [jax.tree.map(lambda x, row=row: x[row], many) for row in range(3)]
+    wanted = [collates(examples) for examples in single]
+    assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(wanted))
+    arrays = jax.tree.map(jnp.asarray, single[0])
+    is_same(collates(arrays), wanted[0])
+    assert isinstance(collates(arrays)["in"]["w"], jax.Array)
+    is_same(jax.jit(collates)(single[0]), wanted[0])
+    is_same(jax.vmap(collates)(many), jax.tree.map(lambda *rows: np.stack(rows), *wanted))
+
+
+def test_jit_and_vmap_give_what_numpy_gives(count):
+    lengths = st.lists(st.integers(0, 8), min_size=1, max_size=4)
+    cases = given(lengths, st.fixed_dictionaries(SPACE), st.sampled_from(DTYPES))
+    settings(max_examples=count(3, 30))(cases(transforms_change_nothing))()
+
+
+def test_lists_and_columns_may_be_traced():
+    rows, columns = [[1, 2, 3], [4]], {"ids": np.arange(6).reshape(2, 3), "y": [1, 2]}
+    pad = lambda examples: collate(examples, length=2, side="left")
+    for examples in (rows, columns, [{"a": [0.5], "b": [1]}, {"a": [], "b": []}]):
+        is_same(jax.jit(pad)(examples), pad(examples))
+    assert not jax.eval_shape(pad, rows)["tokens"].weak_type
+    mixed = jax.jit(lambda x: pad([x, [7, 8, 9], np.array([10]), []]))(jnp.arange(1))
+    assert mixed["tokens"].tolist() == [[0, 0], [8, 9], [0, 10], [0, 0]]
+    assert mixed["tokens"].dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("examples", "message"),
+    [
+        ([ROWS[0], 3], "example 1, tokens: expected a sequence, got "),
+        ([[1], [0.5]], "example 1, tokens: expected the dtype int32 of example 0, got float32; a "),
+        ([[[1, 2]], [[3, 4, 5]]], "example 1, tokens: expected the shape (n, 2) as example 0 has,"),
+        ([[[1, 2], [3]]], "example 0, tokens: expected numbers in one shape, got list"),
+        ([jax.random.split(jax.random.key(0))], "example 0, tokens: expected numbers, to make bat"),
+    ],
+)
+def test_traced_examples_that_make_no_batch_are_refused(examples, message):
+    with refuses(message):
+        jax.jit(lambda examples: collate(examples, length=2))(examples)
+
+
+def test_numbers_beside_traced_ones_have_to_fit_too():
+    with refuses("example 1, tokens: expected integers that fit int32, which jax reads them as"):
+        jax.jit(lambda x: collate([x, [2**40]], length=2))(jnp.arange(2))
+    with refuses("pad: expected a value of int32 for tokens, got 0.5", sf.ConfigError):
+        jax.jit(lambda x: collate([x], length=3, pad=0.5))(jnp.arange(2))

@@ -220,6 +220,7 @@ def test_indexes_keep_their_form(tmp_path, monkeypatch):
         "rows": 5,
         "stride": 2,
         "bytes": 4096 + 8 * 4,
+        "checksum": "972727b8",
     }
     assert np.frombuffer(content[4096:], "<i8").tolist() == [0, 4, 9, 10]
     write(tmp_path / "b", {"1": "a\nb\nc\nd\n"})
@@ -246,10 +247,95 @@ def test_what_is_left_of_an_index_is_replaced(tmp_path):
     pattern, index = write(tmp_path, {"1": "a\nb\n"}), tmp_path / ".stepfold" / "1.txt.index"
     sf.files(pattern)
     whole = index.read_bytes()
-    for content in (b"", whole[:100], whole[:-1], b"x" * len(whole), b"[1]".ljust(len(whole))):
+    index.write_bytes(b"")
+    assert list(sf.files(pattern)) == ["a", "b"]
+    for content in (whole[:100], whole[:-1], b"x" * len(whole), b"[1]".ljust(len(whole))):
         index.write_bytes(content)
-        assert list(sf.files(pattern)) == ["a", "b"]
+        with pytest.warns(UserWarning, match=DAMAGED) as caught:
+            assert list(sf.files(pattern)) == ["a", "b"]
+        assert caught[0].filename == __file__
         assert index.read_bytes() == whole
+
+
+DAMAGED = r"indexes as they were written, got .*\.index, which was damaged; each was made again"
+WRONG = {
+    "version": [None, "1", 10**30],
+    "kind": [None, "Parquet", ["Lines"]],
+    "stamp": [None, 3, [], ["x", "y"], [10**30, "1"]],
+    "size": [0, 10, -1, 2.0, "4", None, True, 10**30],
+    "rows": [0, 123, 499, 501, -1, 1e300, "500", [500], True, 10**30],
+    "stride": [0, 1, 7, -64, 0.5, None, 10**30],
+    "bytes": [0, 4096, -8, None, 10**30],
+    "checksum": [0, None, "0" * 8, []],
+}
+
+
+def change_header(index, change):
+    """Change the header of an index as damage would: without another checksum."""
+    content = index.read_bytes()
+    header = json.loads(content[:4096])
+    change(header)
+    index.write_bytes(json.dumps(header).encode().ljust(4096) + content[4096:])
+
+
+@pytest.mark.parametrize("file_format", ["jsonl", "parquet"])
+def test_an_index_with_another_header_is_made_again_with_a_warning(file_format, tmp_path):
+    rows = [{"n": i} for i in range(500)]
+    path = tmp_path / f"1.{file_format}"
+    if file_format == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert list(sf.files(path)) == rows
+    index = tmp_path / ".stepfold" / f"{path.name}.index"
+    whole = index.read_bytes()
+    header = json.loads(whole[:4096])
+    for name, values in WRONG.items():
+        for value in values:
+            if header[name] == value and type(header[name]) is type(value):
+                continue
+            change_header(
+                index, lambda header, name=name, value=value: header.update({name: value})
+            )
+            with pytest.warns(UserWarning, match=DAMAGED):
+                source = sf.files(path)
+            assert len(source) == 500
+            assert source[499] == {"n": 499}
+            assert index.read_bytes() == whole
+    deep = b"[" * 2000 + b"]" * 2000
+    index.write_bytes(deep.ljust(4096) + whole[4096:])
+    with pytest.warns(UserWarning, match=DAMAGED):
+        assert len(sf.files(path)) == 500
+
+
+def test_each_flipped_bit_of_a_header_is_seen(tmp_path):
+    pattern = write(tmp_path, {"1": "a\nb\n" * 30})
+    sf.files(pattern)
+    index = tmp_path / ".stepfold" / "1.txt.index"
+    whole = index.read_bytes()
+    for position in range(len(whole[:4096].rstrip())):
+        changed = bytearray(whole)
+        changed[position] ^= 1 << position % 8
+        index.write_bytes(changed)
+        with pytest.warns(UserWarning, match=DAMAGED):
+            assert len(sf.files(pattern)) == 60
+    assert index.read_bytes() == whole
+
+
+def test_an_index_of_an_older_stepfold_is_used_if_it_fits(tmp_path, monkeypatch):
+    pattern = write(tmp_path, {"1": "a\nb\n" * 500})
+    sf.files(pattern)
+    index = tmp_path / ".stepfold" / "1.txt.index"
+    change_header(index, lambda header: header.pop("checksum"))
+    old = index.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(FileReader, "chunks", None)  # the file is not read again
+        assert len(sf.files(pattern)) == 1000
+    for name, value in (("rows", 123), ("stride", 0), ("size", 10**30), ("bytes", 4096)):
+        index.write_bytes(old)
+        change_header(index, lambda header, name=name, value=value: header.update({name: value}))
+        with pytest.warns(UserWarning, match=DAMAGED):
+            assert len(sf.files(pattern)) == 1000
 
 
 def test_an_index_with_other_offsets_is_refused(tmp_path, monkeypatch):

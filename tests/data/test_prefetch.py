@@ -184,6 +184,16 @@ class Counting:
         return self.state["number"]
 
 
+@pytest.mark.parametrize("wrap", [sf.prefetch, lambda made: sf.workers(made, 0)])
+def test_the_result_has_the_attributes_of_its_batches(wrap):
+    mixture = sf.mix([({"x": np.arange(9)}, 1)])
+    for batches in (sf.batches({"x": np.arange(9)}, 2), sf.batches(mixture, 2)):
+        own = {name for name in dir(batches) if not name.startswith("_")} - {"copied"}
+        lacking = {name for name in own if not hasattr(wrap(batches), name)}
+        assert lacking <= {"at"}  # of prefetch, where it would not be placed
+        assert wrap(batches).count_rows(0) == batches.count_rows(0)
+
+
 def test_state_is_copied_before_the_iterator_advances():
     stream = sf.prefetch(Counting(), size=3)
     for number in range(1, 4):

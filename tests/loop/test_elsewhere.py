@@ -12,7 +12,7 @@ from tests import small
 
 import stepfold as sf
 from stepfold.checkpoint.claims import Lease
-from stepfold.checkpoint.results import LEASES
+from stepfold.checkpoint.results import FOLDER, LEASES
 from stepfold.checkpoint.store import DirectoryStore, open_store
 from stepfold.errors import CheckpointError
 
@@ -83,6 +83,21 @@ def test_a_run_without_the_evaluation_lets_the_steps_go(tmp_path):
     assert series.steps() == [2, 4]
     fit(tmp_path, evaluation=())
     assert series.steps() == [2, 12]  # one for an evaluation and one of the schedule, as `keep=1`
+
+
+def test_a_damaged_result_is_warned_of_and_read_once_it_is_made_again(tmp_path):
+    def hook(event):
+        if event.is_train and event.step in (5, 9):
+            evaluate(tmp_path)
+        if event.is_train and event.step == 5:
+            (path,) = (tmp_path / "checkpoints" / FOLDER).glob("eval-4-*")
+            path.write_text("damaged")
+
+    with pytest.warns(RuntimeWarning, match="eval-4-.*: expected the numbers of an evaluation"):
+        run = fit(tmp_path, hook)
+    assert run.history["eval/step"].steps == [2, 4, 6, 8]
+    evaluate(tmp_path)
+    assert fit(tmp_path).history["eval/step"].steps == [2, 4, 6, 8, 10, 12]
 
 
 def test_the_newest_result_lets_the_older_steps_go(tmp_path):

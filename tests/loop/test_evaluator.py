@@ -115,13 +115,20 @@ def test_a_damaged_step_is_left_out_with_a_warning(tmp_path):
     assert list(found.metrics) == [1]
 
 
-def test_a_damaged_result_counts_as_none(tmp_path):
+@pytest.mark.parametrize("damage", [b"damaged", b"", b"\0" * 99])
+def test_a_damaged_result_counts_as_none_and_is_made_again(damage, tmp_path):
     save(tmp_path, 1)
     evaluate(tmp_path)
     (path,) = (tmp_path / FOLDER).iterdir()
-    path.write_text("damaged")
+    path.write_bytes(damage)
     checkpoints = sf.Checkpoints(tmp_path, best="eval/w", mode="min")
-    assert checkpoints.best_step() is None
+    text = rf"{path.name}: expected the numbers of an evaluation, got a damaged file.* step 1 again"
+    with pytest.warns(RuntimeWarning, match=text):
+        assert checkpoints.best_step() is None
+    with pytest.warns(RuntimeWarning, match=text):
+        assert evaluate(tmp_path) == ({1: {"eval/w": 1.0}}, [])
+    assert checkpoints.best_step() == 1
+    assert evaluate(tmp_path) == ({}, [])
 
 
 def test_another_model_is_refused(tmp_path):

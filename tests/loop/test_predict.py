@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from tests import small
 
 import stepfold as sf
 
@@ -99,6 +100,30 @@ def test_an_example_that_its_own_mask_leaves_out_is_no_padding():
     of_stream = batches(lambda: iter([{**data(1), "mask": 0}] * 3), 2, remainder="keep")
     flat = lambda params, batch: batch["id"][:, 0]
     assert sf.predict(flat, PARAMS, of_stream).tolist() == [0, 0, 0]
+
+
+WRAPS = {
+    "prefetch": sf.prefetch,
+    "workers": lambda made: sf.workers(made, 0),
+    "both": lambda made: sf.prefetch(sf.workers(made, 0)),
+    "one worker": lambda made: sf.workers(made, 1),
+}
+
+
+@pytest.mark.parametrize("kind", small.full_but(["prefetch", "workers", "both"], WRAPS))
+@pytest.mark.parametrize("files", [False, True])
+def test_no_wrapper_leaves_out_an_example(kind, files, tmp_path):
+    wrap = WRAPS[kind]
+    examples = {**data(10), "mask": np.arange(10) % 3 > 0}
+    options = {"to": tmp_path, "shard_rows": 4} if files else {}
+    found = sf.predict(step, PARAMS, wrap(batches(examples)), **options)
+    if files:
+        found[-1].unlink()  # the rows of a folder are found again
+        same_files(sf.predict(step, PARAMS, wrap(batches(examples)), **options), data(10))
+    else:
+        same(found, data(10))
+    skipping = wrap(batches(examples).without([(0, 1)]))
+    same(sf.predict(step, PARAMS, skipping), {name: x[4:] for name, x in data(10).items()})
 
 
 def test_rows_of_other_batches_are_left_out_by_their_mask():
@@ -256,8 +281,8 @@ def test_batches_in_another_order_or_without_the_last_rows_are_refused(options, 
     [
         ({"step": None}, "^step: expected a function of a state and a batch, got NoneType"),
         ({"shard_rows": 0}, "^shard_rows: expected an integer of at least 1, got 0"),
-        ({"to": 3}, "^directory: expected a path, got 3"),
-        ({"to": "s3://bucket/x"}, "^directory: expected a path on a file system, got 's3:"),
+        ({"to": 3}, "^to: expected a path, got 3"),
+        ({"to": "s3://bucket/x"}, "^to: expected a path on a file system, got 's3:"),
     ],
 )
 def test_wrong_arguments_are_refused(options, message):
@@ -597,6 +622,34 @@ def test_a_damaged_last_file_is_refused_and_may_be_deleted(damage, is_complete, 
         sf.predict(step, PARAMS, batches(data(30)), to=tmp_path, shard_rows=5)
     last.unlink()
     same_files(sf.predict(step, PARAMS, batches(data(30)), to=tmp_path, shard_rows=5), data(30))
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_that_is_not_the_last_is_refused(damage, tmp_path):
+    predict = lambda: sf.predict(step, PARAMS, batches(data(30)), to=tmp_path, shard_rows=5)
+    files = predict()
+    damage(files[2])
+    text = f"{files[2].name}: expected 5 rows, got .*; delete it and the files after it, and their"
+    with pytest.raises(sf.CheckpointError, match=text):
+        predict()
+    for path in files[2:]:
+        path.unlink()
+    same_files(predict(), data(30))
+
+
+def test_a_relative_folder_is_that_of_the_call(tmp_path, monkeypatch):
+    class Moves:
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            os.chdir("/")
+            return {name: x[index] for name, x in data(5).items()}
+
+    monkeypatch.chdir(tmp_path)
+    files = sf.predict(step, PARAMS, batches(Moves()), to="out")
+    assert files == [tmp_path / "out" / "rows-000000000000-000000000005.npz"]
+    same_files(files, data(5))
 
 
 def test_missing_files_are_refused(tmp_path):

@@ -369,8 +369,20 @@ def collect_of(
     collect = make(**options)
     if not is_own:
         return collect
-    first = columns if collator is None else collator
-    return lambda examples: collect(first(examples))
+    if collator is not None:
+        return lambda examples: collect(collator(examples))
+
+    def collect_columns(examples: list[Any]) -> Any:
+        given = columns(examples)
+        try:
+            return collect(given)
+        except Exception as error:
+            if isinstance(given, Mapping):
+                text = f"a dict of columns {sorted(map(str, given))}, not a list of examples"
+                error.add_note(f"the function that {make.__name__} returns gets {text}")
+            raise
+
+    return collect_columns
 
 
 def collect_function(max_sequence_length: int | None, truncation_mode: str) -> Collect:

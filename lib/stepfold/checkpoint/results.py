@@ -7,11 +7,12 @@ states still do.
 """
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-from stepfold.checkpoint.manifest import read_fields
+from stepfold.checkpoint.manifest import DamageError, read_fields
 from stepfold.errors import CheckpointError
 
 FOLDER, LEASES = "evaluations", "evaluators"  # next to the steps
@@ -47,8 +48,20 @@ def is_saved(store: Any, step: int, identity: str) -> bool:
 
 
 def read_result(store: Any, result: Result) -> dict[str, float] | None:
-    """Return the numbers of a result; None if it was deleted or damaged."""
-    if (note := read_fields(store, result.path)) is None:
+    """Return the numbers of a result; None if it was deleted, or is damaged, which is warned of."""
+    try:
+        note = store.read_note(result.path)
+    except DamageError:
+        note = "damaged"
+    if note is None:
+        return None
+    if not isinstance(note, dict):
+        warnings.warn(
+            f"{store.location}/{result.path}: expected the numbers of an evaluation, got a damaged "
+            f"file; sf.evaluate_run evaluates step {result.step} again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return None
     return {name: float(value) for name, value in note.items() if type(value) in (int, float)}
 

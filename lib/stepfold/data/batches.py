@@ -10,6 +10,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
 import jax
@@ -17,12 +18,15 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.core.validation import read_choice, read_function, read_instance, read_integer
+from stepfold.data.collate import collate as collate_examples
+from stepfold.data.copies import RefillGuard, copy_example, copy_writeable, view_read_only
 from stepfold.data.epochs import EpochEnds, Epochs, Shard, Span, read_sizes
 from stepfold.data.mixture import Mixture, Weights
 from stepfold.data.order import Indices, Order, Rows, make_key
 from stepfold.data.sources import ENDLESS, Source, is_stream, read_source, row_list, stack
 from stepfold.data.stream import BatchIterator, Stream, StreamBatches, refuse_stop_iteration
 from stepfold.errors import DataError, refuse
+from stepfold.internals import texts
 
 _AHEAD = 32768  # rows to shuffle in one call: amortizes numpy's overhead, and still fits a cache
 _TRANSFORM_STREAM = (1 << 32) - 1  # a stream of the seed that no shuffle order uses
@@ -89,8 +93,11 @@ def batches(
         there instead.
       transform: a function of an example, applied before batching; or of an example and a
         `numpy.random.Generator`, if it has two arguments without a default. The random numbers
-        depend only on the seed, the epoch and the index of the example.
-      collate: a function from a list of examples to a batch; by default, leaves are stacked.
+        depend only on the seed, the epoch and the index of the example. The example is a copy,
+        which the function may change, except for arrays of an array source or a list: those are
+        read-only views.
+      collate: a function from a list of examples to a batch; by default, leaves are stacked. The
+        examples are such copies.
       process_index: the index of this process; by default JAX's, read with the first batch.
       process_count: the number of processes.
 
@@ -234,7 +241,8 @@ class Batches(BatchIterator):
             rows, epoch, mask = self._rows(index)
             if builder.transform is None and builder.collate is None:
                 return _with_mask(self._source.take(rows), mask)
-            return builder.build(self._source.examples(rows), row_list(rows), epoch, mask)
+            examples, keeps = self._source.examples(rows), self._source.keeps_arrays
+            return builder.build(examples, row_list(rows), epoch, mask, keeps_arrays=keeps)
         except Exception as error:
             span, start, stop = self._share(index)
             last = min(span.start + stop, span.stop) - 1
@@ -414,20 +422,49 @@ class BatchBuilder(NamedTuple):
     collate: Callable[[list[Any]], Any] | None
     pads: bool
 
-    def build(self, examples: list[Any], indices: list[int], epoch: int, mask: Any) -> Any:
-        """Make a batch; `indices` are those of the examples in the source."""
-        if self.transform is not None:
-            examples = self._transformed(examples, indices, epoch)
-        batch = stack(examples, indices) if self.collate is None else self.collate(examples)
+    def build(
+        self,
+        examples: list[Any],
+        indices: list[int],
+        epoch: int,
+        mask: Any,
+        *,
+        keeps_arrays: bool = False,
+    ) -> Any:
+        """Make a batch; `indices` are those of the examples in the source.
+
+        The functions of the user get copies, since what they change may be kept by the source,
+        repeated in this batch, or used again after an error. `keeps_arrays` is that of the source.
+        """
+        if self.transform is not None or not self.makes_new_arrays:
+            copy_leaf = view_read_only if keeps_arrays else copy_writeable
+            examples = [copy_example(example, copy_leaf) for example in examples]
+        try:
+            if self.transform is not None:
+                examples = self._transformed(examples, indices, epoch)
+            batch = stack(examples, indices) if self.collate is None else self.collate(examples)
+        except ValueError as error:
+            if texts.READ_ONLY.search(str(error)):
+                error.add_note(
+                    "arrays of the source are read-only, since a change would be seen in the next "
+                    "epoch: change a copy, as of example['x'].copy()"
+                )
+            raise
         if batch is None:
             refuse("collate", "a batch", "None", "return the batch", kind=DataError)
         return _with_mask(batch, mask)
+
+    @property
+    def makes_new_arrays(self) -> bool:
+        """Whether no function of the user makes the batch, which might return one buffer again."""
+        function = self.collate.func if isinstance(self.collate, partial) else self.collate
+        return function is None or function is collate_examples
 
     def _transformed(self, examples: list[Any], indices: list[int], epoch: int) -> list[Any]:
         function: Any = self.transform
         if self.transform_seed is not None:
             key = make_key(self.transform_seed, epoch, _TRANSFORM_STREAM)[0, :2]
-        transformed: list[Any] = []
+        transformed, guard = list[Any](), RefillGuard()
         for row, (index, example) in enumerate(zip(indices, examples, strict=True)):
             draws = () if self.transform_seed is None else (_generator(key, index),)
             try:
@@ -441,7 +478,7 @@ class BatchBuilder(NamedTuple):
                 got = f"None for index {index} of the source"
                 advice = "return the example, and filter the source before batching"
                 refuse("transform", "an example", got, advice, kind=DataError)
-            transformed.append(new)
+            transformed.append(guard(new))
         return transformed
 
 

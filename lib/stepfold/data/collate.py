@@ -9,6 +9,8 @@ from array import array as c_array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from stepfold.core.validation import read_choice, read_integer
@@ -40,7 +42,8 @@ def collate(
     false at padding.
 
     Dtypes are those of `batches`; an integer that jax would wrap around is an error. An empty
-    sequence becomes a row of padding.
+    sequence becomes a row of padding. Leaves that are jax arrays are stacked by jax, and keep the
+    dtypes of jax, so this works under `jit` and `vmap`. The others are stacked by numpy.
 
     Args:
       examples: dicts with the same keys, which may be nested, or bare sequences, which get the key
@@ -55,7 +58,7 @@ def collate(
         mask is added.
 
     Returns:
-      A dict of numpy arrays, nested like the examples, with the key `mask` added.
+      A dict of arrays, nested like the examples, with the key `mask` added.
 
     Raises:
       ConfigError: if an argument is invalid or names a missing key.
@@ -94,14 +97,17 @@ def collate(
         check_longest(lengths, length)
     batch: dict[KeyPath, Any] = {}
     for path, leaves in columns.items():
+        in_jax = _are_in_jax(leaves)
+        convert = _to_jax_arrays if in_jax else to_arrays
         if path not in pads:
-            batch[path] = _stack(path, to_arrays(path, leaves))
+            batch[path] = _stack(path, convert(path, leaves), jnp if in_jax else np)
             continue
         if is_longer:
             leaves = _truncate(leaves, lengths, length, truncate)
-        arrays = to_arrays(path, leaves)
+        arrays = convert(path, leaves)
         value = check_pad(path, pads[path], arrays[0].dtype)
-        batch[path] = _pad(path, arrays, kept, length, side, value)
+        pad_rows = _pad_in_jax if in_jax else _pad
+        batch[path] = pad_rows(path, arrays, kept, length, side, value)
     if padded:
         batch["mask",] = _mask(kept, length, side)
     return nested(batch)
@@ -163,6 +169,19 @@ def _pad(
     return batch.reshape(len(arrays), length, *rest)
 
 
+def _pad_in_jax(
+    path: KeyPath, arrays: list[Any], lengths: list[int], length: int, side: str, value: Any
+) -> Any:
+    """Pad each row, which outside of `jit` compiles one program for each length."""
+    _check_shapes(path, arrays)
+    rows = []
+    for array, n in zip(arrays, lengths, strict=True):
+        room = (0, length - n) if side == "right" else (length - n, 0)
+        widths = [room, *[(0, 0)] * (array.ndim - 1)]
+        rows.append(jnp.pad(array, widths, constant_values=value))
+    return jnp.stack(rows)
+
+
 def _mask(lengths: list[int], length: int, side: str) -> Any:
     """Gather the mask from windows of a step function, which is twice as fast as comparing."""
     edge = np.zeros(2 * length, np.bool_)
@@ -172,15 +191,16 @@ def _mask(lengths: list[int], length: int, side: str) -> Any:
     return windows[length - ends if side == "right" else ends]
 
 
-def _stack(path: KeyPath, arrays: list[Any]) -> Any:
+def _stack(path: KeyPath, arrays: list[Any], xp: Any) -> Any:
     try:
-        batch = np.stack(arrays)
+        batch = xp.stack(arrays)
     except ValueError:
         index = next(i for i, array in enumerate(arrays) if array.shape != arrays[0].shape)
         expected, got = f"the shape {arrays[0].shape} of example 0", f"{arrays[index].shape}"
         advice = "name the keys to pad in keys=, and give the rest one shape"
         refuse(locate(index, path), expected, got, advice, kind=DataError)
-    _check_fit(path, batch, arrays)
+    if xp is np:
+        _check_fit(path, batch, arrays)
     return batch
 
 
@@ -348,6 +368,46 @@ def _refuse_dtypes(path: KeyPath, leaves: list[Any], dtypes: list[Any], start: i
             refuse(locate(start + index, path), expected, f"{dtype}", advice, kind=DataError)
 
 
+def _are_in_jax(leaves: list[Any]) -> bool:
+    """Whether a leaf is an array of jax, or a list of them, as `jit` makes of a list of numbers."""
+    if set(map(type, leaves)) == {np.ndarray}:
+        return False
+    return any(
+        isinstance(each, jax.Array) for each in {type(x): x for x in map(_first, leaves)}.values()
+    )
+
+
+def _first(leaf: Any) -> Any:
+    while isinstance(leaf, list | tuple) and leaf:
+        leaf = leaf[0]
+    return leaf
+
+
+def _to_jax_arrays(path: KeyPath, leaves: list[Any]) -> list[Any]:
+    """Convert the leaves of one column to arrays of one dtype of jax."""
+    refuse_masked(name_of(path), set(map(type, leaves)))
+    arrays: list[Any] = []
+    for index, leaf in enumerate(leaves):
+        if not isinstance(_first(leaf), jax.Array):
+            array = _to_array(path, index, leaf)
+            if array is not None:
+                _check_fit(path, array, [array], index)
+        else:
+            refuse_keys(locate(index, path), [_first(leaf)])
+            try:
+                array = jnp.asarray(leaf)
+                array = jnp.asarray(array, array.dtype)  # not weak, which is another type
+            except (ValueError, TypeError):  # ragged lists
+                _refuse_leaf(path, index, leaf)
+        arrays.append(array)
+    known = next(array for array in arrays if isinstance(array, jax.Array))
+    for index, array in enumerate(arrays):
+        if array is None:
+            arrays[index] = jnp.empty((0, *known.shape[1:]), known.dtype)
+    _refuse_dtypes(path, leaves, [dtype_in_jax(array.dtype) for array in arrays], 0)
+    return arrays
+
+
 def _to_array(path: KeyPath, index: int, leaf: Any) -> Any:
     """Convert a leaf to an array, or to None if it is an empty list, which has no dtype."""
     if type(leaf) is np.ndarray:
@@ -380,18 +440,24 @@ def concatenate(
     path: KeyPath, pieces: list[Any], rows: int, arrays: list[Any], start: int = 0
 ) -> Any:
     """Concatenate pieces of the arrays of one column, and their padding."""
-    rest = arrays[0].shape[1:]
-    batch = np.empty((rows, *rest), arrays[0].dtype)
+    batch = np.empty((rows, *arrays[0].shape[1:]), arrays[0].dtype)
     try:
         np.concatenate(pieces, out=batch)
     except ValueError:
-        shapes = [array.shape for array in arrays]
-        index = next(i for i, shape in enumerate(shapes) if not shape or shape[1:] != rest)
-        where, advice = locate(start + index, path), "only the first axis may differ"
-        expected = f"the shape ({', '.join(map(str, ('n', *rest)))}) as example {start} has"
-        refuse(where, expected, f"{shapes[index]}", advice, kind=DataError)
+        _check_shapes(path, arrays, start)
+        raise
     _check_fit(path, batch, arrays, start)
     return batch
+
+
+def _check_shapes(path: KeyPath, arrays: list[Any], start: int = 0) -> None:
+    """Raise if arrays differ in other axes than the first."""
+    rest = arrays[0].shape[1:]
+    for index, array in enumerate(arrays, start):
+        if not array.shape or array.shape[1:] != rest:
+            where, advice = locate(index, path), "only the first axis may differ"
+            expected = f"the shape ({', '.join(map(str, ('n', *rest)))}) as example {start} has"
+            refuse(where, expected, f"{array.shape}", advice, kind=DataError)
 
 
 def _check_fit(path: KeyPath, batch: Any, arrays: list[Any], start: int = 0) -> None:

@@ -25,7 +25,7 @@ from stepfold.data.file_formats import (
     Request,
     refuse_compressed,
 )
-from stepfold.data.file_reader import FileReader, refuse_changed, split_query
+from stepfold.data.file_reader import FileReader, Stamp, refuse_changed, split_query
 from stepfold.data.order import Rows
 from stepfold.data.sources import Source, row_list
 from stepfold.errors import DataError, refuse
@@ -42,6 +42,8 @@ _VERSION = 1
 _AT_ONCE = 8  # files that are indexed
 _IN_MEMORY = 1 << 24  # bytes of an index that is being made
 _DIGESTS = 1000  # in a fingerprint
+_MOST_ROWS = 1 << 48  # of a file
+_COUNTS = ("size", "rows", "stride", "bytes")  # in the header of an index
 
 
 def files(
@@ -59,10 +61,10 @@ def files(
 
     The first call reads each file once, to find its rows, and writes an index of it to a folder
     ``.stepfold`` beside the file. Later calls read only the first bytes of each index. An index is
-    made again, with a warning, if the size or the time of the last change of its file differ. A
-    file that changes while the source is in use is an error. A saved position holds a fingerprint
-    of the files: `set_state` refuses it if rows have moved, and warns if only contents have
-    changed.
+    made again, with a warning, if its first bytes are damaged, or the size or the time of the last
+    change of its file differ. A file that changes while the source is in use is an error. A saved
+    position holds a fingerprint of the files: `set_state` refuses it if rows have moved, and warns
+    if only contents have changed.
 
     The index of lines has the offset of every n-th line: 8 bytes for about 4,096 bytes of a file,
     or for 64 lines if they are short. Rows that are read in order are read in larger pieces. Each
@@ -163,11 +165,16 @@ def _open_all(
     """Read the indexes of all files, and make those that are missing or out of date."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         opened = list(pool.map(lambda each: _open(each, form, reader, folder), locations))
-    stale = [file.location for file, is_stale in opened if is_stale]
-    if stale:
+    if stale := [file.location for file, state in opened if state == "stale"]:
         warnings.warn(
             f"files: expected the files that were indexed, got {_abridge(stale)}, which changed "
             "since; their indexes were made again",
+            stacklevel=3,
+        )
+    if damaged := [file.index_location for file, state in opened if state == "damaged"]:
+        warnings.warn(
+            f"files: expected indexes as they were written, got {_abridge(damaged)}, which was "
+            "damaged; each was made again",
             stacklevel=3,
         )
     return [file for file, _ in opened]
@@ -175,19 +182,20 @@ def _open_all(
 
 def _open(
     location: str, form: Format, reader: FileReader, folder: str | None
-) -> tuple[IndexedFile, bool]:
-    """Read the index of a file, or make it; return whether there was one of other content."""
+) -> tuple[IndexedFile, str]:
+    """Read the index of a file, or make it; return why one was made again, or ""."""
     stamp = reader.stamp(location)
     if stamp is None:
         refuse("files", "files that exist", f"{location}: no such file", kind=DataError)
     index = _index_of(location, folder)
-    known = _read_header(index, reader)
+    known, state = _read_header(index, reader)
     content = {"version": _VERSION, "kind": type(form).__name__, "stamp": [*stamp]}
-    is_stale = known is not None and known.get("stamp") != content["stamp"]
+    if known is not None and known.get("stamp") != content["stamp"]:
+        state = "stale"
     if known is None or any(known.get(key) != value for key, value in content.items()):
         known = _make_index(location, index, form, reader, content)
     file = IndexedFile(location, index, stamp, known["size"], known["rows"], known["stride"])
-    return file, is_stale
+    return file, state
 
 
 def _index_of(location: str, folder: str | None) -> str:
@@ -200,15 +208,41 @@ def _index_of(location: str, folder: str | None) -> str:
     return f"{parent}/{_FOLDER}/{name}.index{query}"
 
 
-def _read_header(index: str, reader: FileReader) -> dict[str, Any] | None:
-    """Read the header of an index; None if there is none, or only a part of an index."""
+def _read_header(index: str, reader: FileReader) -> tuple[dict[str, Any] | None, str]:
+    """Read the header of an index, if there is one; return why there is none: "" or "damaged"."""
+    content = reader.read_start(index, HEADER_BYTES)
+    stamp = reader.stamp(index) if content else None
+    if stamp is None:
+        return None, ""
     try:
-        header = json.loads(reader.read_start(index, HEADER_BYTES))
-        stamp = reader.stamp(index)
-        is_complete = stamp is not None and stamp.size in (None, header["bytes"])
-    except (ValueError, TypeError, KeyError):
-        return None
-    return header if is_complete else None
+        header = json.loads(content)
+    except (ValueError, RecursionError):
+        return None, "damaged"
+    is_whole = isinstance(header, dict) and _is_whole(header, stamp)
+    return (header, "") if is_whole else (None, "damaged")
+
+
+def _is_whole(header: dict[str, Any], stamp: Stamp) -> bool:
+    """Whether a header is as it was written, in an index of its size, of a file of its size."""
+    if header.get("checksum", "") not in ("", _checksum(header)):  # stepfold 0.2 wrote none
+        return False
+    if header.get("version") != _VERSION:
+        return True  # another form, which is not read
+    if header.keys() | {"checksum"} != {"version", "kind", "stamp", "checksum", *_COUNTS}:
+        return False
+    if not all(type(header[name]) is int and header[name] >= 0 for name in _COUNTS):
+        return False
+    size, rows, stride, length = (header[name] for name in _COUNTS)
+    of_file = header["stamp"]
+    has_size = isinstance(of_file, list) and len(of_file) == 2 and of_file[0] in (None, size)
+    marks = -(-rows // stride) + 1 if stride and header["kind"] == Lines.__name__ else 0
+    is_length = length == HEADER_BYTES + 8 * marks and stamp.size in (None, length)
+    return has_size and is_length and bool(stride) and rows <= _MOST_ROWS
+
+
+def _checksum(header: dict[str, Any]) -> str:
+    content = {name: value for name, value in header.items() if name != "checksum"}
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
 def _make_index(
@@ -224,6 +258,7 @@ def _make_index(
         if stamp is None or [*stamp] != content["stamp"] or stamp.size not in (None, size):
             refuse_changed(location)
         header = content | {"size": size, "rows": rows, "stride": stride, "bytes": file.tell()}
+        header["checksum"] = _checksum(header)
         file.seek(0)
         file.write(json.dumps(header).encode().ljust(HEADER_BYTES))
         file.seek(0)

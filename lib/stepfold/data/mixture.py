@@ -155,6 +155,7 @@ class Mixture(Source):
         source_key: str | None = None,
     ) -> None:
         self._parts, self.names, self._source_key = parts, tuple(names), source_key
+        self.keeps_arrays = all(part.keeps_arrays for part in parts)
         self._orders = [Order(part.length, seed, stream) for stream, part in enumerate(parts)]
         self._given = dict(stages)
         self._set_stages(self._given)

@@ -140,6 +140,8 @@ class Packed:
     [10, 11, 12, 13, 14]
     """
 
+    reuses_buffers = False
+
     def __init__(
         self,
         reader: "_Indexed | Stream",

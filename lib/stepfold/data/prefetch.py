@@ -1,6 +1,7 @@
 """Prefetch batches in a background thread, preserving their order and position."""
 
 import atexit
+import os
 import pickle
 import threading
 import warnings
@@ -41,8 +42,8 @@ def prefetch(batches: Any, *, sharding: Any = None, size: int = 2) -> "Prefetch"
     returned; prefetched batches do not count. The thread starts with the first `next`. It stops
     after the last batch, an error, `close()` or the `with` block, when the iterator is garbage
     collected, and at exit. Batches of numpy arrays are copied, because their source may reuse its
-    buffers while they wait; only those of `sf.batches` without `collate` never share memory that is
-    written again.
+    buffers while they wait; only those of `sf.batches`, without `collate` or with `sf.collate`,
+    never share memory that is written again.
 
     The thread makes and places batches in the jax contexts of the first `next`, such as
     `jax.default_device`, `jax.enable_x64` and `jax.set_mesh`. A later `next` in others warns if the
@@ -118,16 +119,19 @@ def _check_batches(batches: Any) -> None:
 DEFAULTS = {"endless": False, "steps_per_epoch": None, "epoch_ends": None, "batch_sizes": ()}
 """Attributes of batches, with their values if the batches lack them."""
 
+_PASSED_ON = ("at", "state_at", "skipped", "batch_index", "count_rows")
+_CHANGED = ("get_state", "set_state", "without", "reweight")
+
 
 class ReadAhead:
     """Base class of iterators that read batches ahead, and have the attributes of the batches.
 
-    Those in `_passed_on` do not depend on how far the batches are read. The others that batches may
-    have are methods here, with an underscore.
+    Those in `_PASSED_ON` do not depend on how far the batches are read. The others that batches may
+    have are methods here, with an underscore. A wrapper leaves out what it `_lacks`.
     """
 
     reuses_buffers = False
-    _passed_on: tuple[str, ...] = ()
+    _lacks: tuple[str, ...] = ()
 
     def __init__(self, batches: Any, iterator: Any) -> None:
         self._batches, self._iterator = batches, iterator
@@ -154,10 +158,9 @@ class ReadAhead:
     def __getattr__(self, name: str) -> Any:
         if name in DEFAULTS:
             return getattr(self._batches, name, DEFAULTS[name])
-        if name in self._passed_on:
+        if name in _PASSED_ON and name not in self._lacks:
             return getattr(self._iterator, name)
-        methods = ("get_state", "set_state", "without", "reweight")
-        if name in methods and hasattr(self._iterator, name):
+        if name in _CHANGED and hasattr(self._iterator, name):
             return getattr(self, f"_{name}")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
@@ -178,12 +181,12 @@ class Prefetch(ReadAhead):
     ([1, 2, 3], False)
     """
 
-    _passed_on = ("state_at", "skipped", "batch_index", "count_rows")
+    _lacks = ("at",)  # it would not be placed
 
     def __init__(self, batches: Any, iterator: Any, place: Place | None, size: int) -> None:
         super().__init__(batches, iterator)
         self._place, self._size = place, size
-        self._lock = threading.Lock()
+        self._lock, self._process = threading.Lock(), os.getpid()
         self._is_over = False
         self._state: bytes | None = None  # after the last batch returned; None if none was
         self._failed: Any = _NONE  # a batch that was read, and could not be placed
@@ -192,6 +195,8 @@ class Prefetch(ReadAhead):
         self._stop: Callable[[], object] = lambda: None
 
     def __next__(self) -> Any:
+        if self._process != os.getpid():
+            self._leave_parent()
         with self._lock:
             if self._is_over:
                 raise StopIteration
@@ -222,6 +227,19 @@ class Prefetch(ReadAhead):
         reader.start()
         self._reader = reader
         return reader
+
+    def _leave_parent(self) -> None:
+        """Continue from the same position in a process that was forked, which has no thread."""
+        self._lock, self._process = threading.Lock(), os.getpid()  # a thread may hold the old
+        if self._reader is None or self._reader.is_stopped or self._is_over:
+            return
+        if self._state is None or not hasattr(self._iterator, "set_state"):
+            self._is_over = True
+            expected = "batches with get_state() and set_state(), to continue in a forked process"
+            got, advice = tree.describe_value(self._batches), "make the batches in that process"
+            refuse("prefetch", expected, got, advice, kind=DataError)
+        self._reader, self._failed = None, _NONE
+        self._iterator.set_state(pickle.loads(self._state))
 
     def _warn_of_contexts(self, batch: Any) -> None:
         if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):

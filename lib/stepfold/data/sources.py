@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from stepfold import tree
+from stepfold.data.copies import RefillGuard
 from stepfold.data.dtypes import refuse_keys, refuse_masked
 from stepfold.data.order import Rows
 from stepfold.errors import DataError, refuse
@@ -32,6 +33,8 @@ class Source:
     length: int = 0
     fingerprint: Any = None
     """A JSON value that identifies the source in saved positions, together with its length."""
+    keeps_arrays = False
+    """Whether the arrays in its examples are its own, so that writing to them would change it."""
 
     def difference(self, saved: Any) -> str:
         """Describe how the source differs from one with a saved fingerprint; empty if it does not.
@@ -134,6 +137,8 @@ def _is_indexed(source: Any) -> bool:
 class ArraySource(Source):
     """A tree of arrays that share their leading axis."""
 
+    keeps_arrays = True
+
     def __init__(self, source: Any) -> None:
         named = tree.named_leaves(source, "source")
         self._leaves = [_read_only(name, leaf) for name, leaf in named]
@@ -199,6 +204,7 @@ class SequenceSource(Source):
         if not self.length:
             refuse("source", "examples", f"none: {tree.describe_value(source)}", kind=DataError)
         self.fingerprint = _read_fingerprint(source)
+        self.keeps_arrays = isinstance(source, list)
 
     def check_length(self) -> None:
         if len(self._source) != self.length:
@@ -213,8 +219,10 @@ class SequenceSource(Source):
             if is_batched:
                 examples = list(self._source.__getitems__(indices))
             else:
+                guard = None if self.keeps_arrays else RefillGuard()
                 for index in indices:
-                    examples.append(self._source[index])
+                    example = self._source[index]
+                    examples.append(example if guard is None else guard(example))
         except Exception as error:
             if is_batched:
                 error.add_note(f"reading indices {_abridge(indices)} of the source at once")

@@ -9,6 +9,7 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.core.validation import read_integer
+from stepfold.data.copies import copy_array, copy_example
 from stepfold.data.dtypes import warn_of_wrapped
 from stepfold.data.epochs import Shard, Sizes, Skips, refuse_size, size_at
 from stepfold.data.sources import Source, check_examples, differences
@@ -32,7 +33,7 @@ class BatchIterator:
         self._builder, self._sizes, self._shard = builder, sizes, shard
         self._pipeline, self._skips = pipeline, Skips()
         # Stacking makes new arrays, and views of a source are of memory that it keeps.
-        self.reuses_buffers = builder.collate is not None
+        self.reuses_buffers = not builder.makes_new_arrays
         self._has_checked_values = False
 
     def __iter__(self) -> Self:
@@ -301,12 +302,18 @@ class Stream:
         self._epoch, self._is_open = epoch, self.is_iterator
 
     def fill(self, examples: list[Any], count: int) -> None:
-        """Append the next examples, until there are `count` or the epoch ends."""
+        """Append the next examples, until there are `count` or the epoch ends.
+
+        They are copied, since a stream may fill one buffer again for each.
+        """
         while len(examples) < count:
             try:
-                examples.append(self.read())
+                example = self.read()
             except StopIteration:
                 return
+            if getattr(self._iterator, "reuses_buffers", True):
+                example = copy_example(example, copy_array)
+            examples.append(example)
 
     def read(self) -> Any:
         """Return the next example, or raise StopIteration."""

@@ -5,6 +5,7 @@ here, and its examples are sent to the workers, which transform and batch them.
 """
 
 import copy
+import os
 import sys
 import threading
 import warnings
@@ -35,7 +36,9 @@ def workers(batches: Any, count: int, *, ahead: int = 2) -> "Workers":
     The processes start with the first `next`, which takes about two seconds. They do not run the
     script, so it needs no `if __name__ == "__main__"`. They end with `close()` or the `with` block,
     when the iterator is garbage collected, and whenever this process ends, even if it is killed. If
-    one dies, another makes its batches; a batch of which three die is an error.
+    one dies, another makes its batches; a batch of which three die is an error. A process that is
+    forked from this one has its own position, and starts its own processes; arrays of batches from
+    before the fork may change in it.
 
     Workers are for Python and numpy: jax does not run in them. Functions and classes that a script
     or a notebook defines, lambdas and closures are sent by cloudpickle, which
@@ -112,8 +115,6 @@ class Workers(ReadAhead):
     (3, array([0, 1]), 1)
     """
 
-    _passed_on = ("at", "state_at", "skipped", "batch_index")
-
     def __init__(
         self,
         messages: "_States | _Examples",
@@ -123,16 +124,26 @@ class Workers(ReadAhead):
     ) -> None:
         super().__init__(messages.batches, messages.batches)
         self._messages, self._count, self._ahead, self._pool = messages, count, ahead, pool
+        if not count:  # otherwise, each batch has its own memory
+            self.reuses_buffers = getattr(messages.batches, "reuses_buffers", True)
         self._make: _StateMaker | _ExampleMaker | None = None  # without processes
         self._position = messages.get_state()  # after the last batch returned
         self._pending: deque[_Pending] = deque()
         self._error: Exception | None = None  # of the stream, after the pending batches
         self._has_checked_values = False
         self._registry: dict[Any, Any] = {}  # of the warnings of workers that were shown
-        self._lock = threading.RLock()
+        self._lock, self._process = threading.RLock(), os.getpid()
+
+    @property
+    def _locked(self) -> threading.RLock:
+        """The lock of this process. One that was forked leaves the pool to its parent."""
+        if self._process != os.getpid():
+            self._lock, self._process = threading.RLock(), os.getpid()  # a thread may hold the old
+            self.close()
+        return self._lock
 
     def __next__(self) -> Any:
-        with self._lock:
+        with self._locked:
             self._request_ahead()
             if not self._pending:
                 error, self._error = self._error, None
@@ -187,7 +198,7 @@ class Workers(ReadAhead):
 
     def close(self) -> None:
         """End the processes. The position stays, and the next `next` starts others."""
-        with self._lock:
+        with self._locked:
             if self._pool is not None:
                 self._pool.close()
             self._pool = None
@@ -204,12 +215,12 @@ class Workers(ReadAhead):
 
     def get_state(self) -> Any:
         """Return the state of the batches after the last batch returned."""
-        with self._lock:
+        with self._locked:
             return copy.deepcopy(self._position)
 
     def set_state(self, state: Any) -> None:
         """Restore a state from `get_state`, of these batches with any number of workers."""
-        with self._lock:
+        with self._locked:
             self._messages.set_state(state)
             self._drop()
             self._position = self._messages.get_state()
@@ -222,14 +233,14 @@ class Workers(ReadAhead):
 
     def _reweight(self, weights: Any, step: int | None = None) -> None:
         """Change the weights of a mixture, by default after the last batch returned."""
-        with self._lock:
+        with self._locked:
             self.set_state(self._position)
             self._iterator.reweight(weights, step)
             self._position = self._messages.get_state()
 
     def _without(self, ranges: Sequence[tuple[int, int]]) -> "Workers":
         """Return batches that skip ranges of these, after the last batch returned."""
-        with self._lock:
+        with self._locked:
             self._rewind()
             messages = self._messages.without(ranges)
             new = Workers(messages, self._count, self._ahead, self._pool)

@@ -21,6 +21,9 @@ NEEDS_LOSS = re.compile("missing .*keyword-only argument|(obj|grad|value)_fn mus
 REFUSES_VALUE = re.compile("unexpected keyword argument 'value'")
 AVERAGE_OPERAND = re.compile("'Average'")
 
+# numpy
+READ_ONLY = re.compile("read-only")
+
 # Python, the system, and the packages that repeat their messages. If those on a full disk change,
 # a run without room for temporary saves ends instead of continuing without them.
 AT_EXIT = re.compile("interpreter shutdown|cannot schedule new futures")

@@ -116,6 +116,8 @@ class BatchFeed:
             if self.reads_state:
                 self.iterator.read_state(state)
             batch = self.pull()
+            if _may_reuse_buffers(self.batches, self.iterator):
+                batch = _copy(batch)
             if self.check_next_position:  # the position before the first batch may hold less
                 self._check_position()
             if self.recent is not None:
@@ -264,8 +266,7 @@ class BatchFeed:
 class RecentBatches(Mapping[int, Any]):
     """The batches of the last steps, for batches that cannot be read again.
 
-    Arrays on the host are copied, since a source may reuse its buffers. Once the batches need more
-    than `LIMIT` bytes, the oldest are dropped.
+    Once they need more than `LIMIT` bytes, the oldest are dropped.
     """
 
     LIMIT = 256 * 1024**2
@@ -280,8 +281,7 @@ class RecentBatches(Mapping[int, Any]):
         while self._sizes and sum(self._sizes.values()) + size > self.LIMIT:
             self.drop_until(next(iter(self._sizes)))
         if size <= self.LIMIT:
-            copy_host = lambda x: x.copy() if isinstance(x, np.ndarray) else x
-            self._batches[step], self._sizes[step] = jax.tree.map(copy_host, batch), size
+            self._batches[step], self._sizes[step] = batch, size
 
     def drop_until(self, step: int) -> None:
         """Drop the batches of the steps up to one."""
@@ -306,6 +306,25 @@ def batch_sizes(batches: Any) -> Sequence[tuple[int, int]]:
 
 TRAINING_BATCHES = "sf.batches(data, 256, seed=0)"
 WHOLE_DATA = "sf.batches(data, 256, epochs=1, remainder='pad')"
+
+
+def owned(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches; copy those of an iterator that may fill its buffers again."""
+    iterator = iter(batches)
+    return map(_copy, iterator) if _may_reuse_buffers(batches, iterator) else iterator
+
+
+def _may_reuse_buffers(batches: Any, iterator: Any) -> bool:
+    """Whether an iterator may write to a batch again before the step has read it.
+
+    A step is dispatched, so it may read arrays of numpy after the next batch was pulled.
+    """
+    is_held = isinstance(batches, list | tuple)
+    return not is_held and bool(getattr(iterator, "reuses_buffers", True))
+
+
+def _copy(batch: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
 def check_batches(batches: Any, argument: str = "batches", make: str = TRAINING_BATCHES) -> None:

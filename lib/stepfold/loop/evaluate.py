@@ -26,7 +26,7 @@ from stepfold.core.validation import (
 )
 from stepfold.errors import DataError, refuse
 from stepfold.inspect.compiled import CompiledStep
-from stepfold.loop.data import WHOLE_DATA, BatchFeed, check_batches
+from stepfold.loop.data import WHOLE_DATA, BatchFeed, check_batches, owned
 from stepfold.loop.metrics import are_metrics, merge_metrics, metric_values
 from stepfold.sharding.place import place_batch, process_mesh
 
@@ -135,8 +135,10 @@ def placed_batches(
 ) -> Iterator[Any]:
     """Yield batches, on the mesh if there is one; all of its processes have equally many."""
     if mesh is not None and mesh.is_multi_process:
-        batches = _in_step(function, batches, position)
-    for batch in batches:
+        ready = _in_step(function, batches, position)
+    else:
+        ready = owned(batches)
+    for batch in ready:
         yield batch if mesh is None else place_batch(batch, mesh)
 
 
@@ -181,7 +183,7 @@ def _in_step(function: str, batches: Iterable[Any], position: Position | None) -
 
 def _counted(batches: Iterable[Any], position: Position | None) -> Iterator[Any]:
     """Yield batches, each of which counts as progress."""
-    for batch in batches:
+    for batch in owned(batches):
         if position is not None:
             position.move("a batch of an evaluation", position.step)
         yield batch

@@ -12,7 +12,15 @@ import jax
 from stepfold import tree
 from stepfold.checkpoint.claims import Lease
 from stepfold.checkpoint.restore import restore_from
-from stepfold.checkpoint.results import LEASES, Result, add_result, find_results, is_saved, read_run
+from stepfold.checkpoint.results import (
+    LEASES,
+    Result,
+    add_result,
+    find_results,
+    is_saved,
+    read_result,
+    read_run,
+)
 from stepfold.checkpoint.store import Store, complete_steps, open_store, open_to_read
 from stepfold.core.ema import EmaParamsState
 from stepfold.core.optimizer import find_nodes
@@ -161,6 +169,7 @@ class _Follower:
         self._store: Store = open_to_read(run_dir)
         self._lease: Lease | None = None
         self._done: set[tuple[int, str, str]] = set()  # left out, or not readable
+        self._whole = set[Result]()  # results that were read, and are not damaged
         self._has_warned = False
 
     def follow(
@@ -241,7 +250,8 @@ class _Follower:
             for name in self._evaluations:
                 if name in metadata.awaits or name not in awaited:
                     last[name] = step
-                    is_done = Result(name, step, metadata.identity) in results
+                    result = Result(name, step, metadata.identity)
+                    is_done = result in results and self._is_whole(result)
                     if not is_done and (step, metadata.identity, name) not in self._done:
                         names.append(name)
             due.append(_Due(step, metadata.identity, names, []))
@@ -254,6 +264,15 @@ class _Follower:
             self._done |= {(each.step, each.identity, name) for name in left_out}
             split.append(each._replace(names=names, left_out=left_out))
         return [each for each in split if each.names or each.left_out]
+
+    def _is_whole(self, result: Result) -> bool:
+        """Read a result once, and delete it if it is damaged, to make it again."""
+        if result not in self._whole:
+            if read_result(self._store, result) is None:
+                self._store.delete_note(result.path)
+                return False
+            self._whole.add(result)
+        return True
 
     def _evaluate(self, due: _Due) -> Iterator[tuple[int, dict[str, float]]]:
         """Evaluate a step, unless it is deleted before it is restored."""

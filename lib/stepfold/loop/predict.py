@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold import tree
 from stepfold.core.state import check_not_donated
-from stepfold.core.validation import read_integer
+from stepfold.core.validation import absolute_path, read_integer
 from stepfold.errors import DataError, refuse
 from stepfold.loop.data import WHOLE_DATA, check_batches
 from stepfold.loop.evaluate import check_end, jitted, mesh_of, placed_batches, refuse_empty
@@ -36,10 +36,11 @@ def predict(
 
     With `to`, outputs are written to files while they are computed, so that only the rows of one
     file and of a few batches are in memory. A call that was interrupted, even by a kill, continues
-    after its last file if it is made again. Batches of a source with `len()` seek to that row;
-    others are read again up to there, but not computed. With the same batch size the files are the
-    same, bit for bit. A folder is refused if it was begun with another state, or with other data as
-    far as that shows: in the length, the position or the first batch.
+    after its last file if it is made again. It first reads the files, to find those that are
+    damaged. Batches of a source with `len()` seek to that row; others are read again up to there,
+    but not computed. With the same batch size the files are the same, bit for bit. A folder is
+    refused if it was begun with another state, or with other data as far as that shows: in the
+    length, the position or the first batch.
 
     Padding is what `sf.batches(…, remainder="pad")` added to its last batch. In batches from
     elsewhere and in those of a stream, a row is padding if the `mask` of the batch is zero there.
@@ -84,6 +85,8 @@ def predict(
     shard_rows = read_integer("shard_rows", shard_rows)
     check_not_donated(state)
     check_end("predict", batches)
+    if to is not None:
+        to = absolute_path("to", to)  # batches may change the working directory
     feed = _Feed(batches, mesh_of(state))
     if to is None:
         return _joined([*_outputs(call, state, feed)])

@@ -99,8 +99,8 @@ class PredictionFiles:
             self._read_index()
             # The last files of complete ones may be deleted, to predict their rows again.
             self.is_complete = self._index.get("rows") == row
-        if files:
-            self._check_last(self._path / files[-1], *self._ranges[-1])
+        for name, (start, stop) in zip(files, self._ranges, strict=True):
+            self._check_file(self._path / name, stop - start, is_last=name == files[-1])
 
     def _read_index(self) -> None:
         path = self._path / _INDEX
@@ -114,8 +114,8 @@ class PredictionFiles:
             advice = "delete the folder, or give another"
             refuse(path, "an index of predict", "another file", advice, kind=CheckpointError)
 
-    def _check_last(self, path: Path, start: int, stop: int) -> None:
-        """Read the last file, which a system that lost its power may have damaged."""
+    def _check_file(self, path: Path, rows: int, *, is_last: bool) -> None:
+        """Read a file, which a disk or a system that lost its power may have damaged."""
         damage = ""
         with _converted_errors(path, "read"):
             try:
@@ -123,13 +123,14 @@ class PredictionFiles:
                 with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                     form = {name: _form_of(arrays[name]) for name in arrays.files}
                     counts = {len(arrays[name]) for name in arrays.files}
-                if form != self._index["outputs"] or counts != {stop - start}:
+                if form != self._index["outputs"] or counts != {rows}:
                     damage = "other arrays"
             except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
                 damage = f"a damaged file: {error}"
         if damage:
-            advice = "delete it, and its rows are predicted again"
-            refuse(path, f"{stop - start} rows", damage, advice, kind=CheckpointError)
+            files, whose = ("it", "its") if is_last else ("it and the files after it", "their")
+            advice = f"delete {files}, and {whose} rows are predicted again"
+            refuse(path, f"{rows} rows", damage, advice, kind=CheckpointError)
 
     def check(self, state: Mapping[str, int], data: Mapping[str, Any]) -> None:
         """Refuse predictions of another state or of other data."""
