@@ -250,6 +250,13 @@ class BaseHook:
             self.reset(step)
         self._stays = False
 
+    def rewind(self, step: int) -> None:
+        """Drop what was written for events after `step`, since they come again.
+
+        Called after `open` if a run resumes from a checkpoint with metrics that no hook has seen:
+        those of an open interval, or of a log point before the checkpoint.
+        """
+
     def still_stops(self) -> Stop | None:
         """Return why its state stops the run before any event, or None; called after `open`.
 
@@ -390,9 +397,12 @@ class HookDispatcher:
         self._is_timed = any(getattr(h, "needs_hook_seconds", False) for h in hooks)
         self.seconds = 0.0  # spent in events and ends of epochs, if timed
 
-    def open(self, step: int, total: int | None) -> None:
+    def open(self, step: int, total: int | None, last_event: int | None = None) -> None:
+        """Open the hooks of a run that begins after `step`; `last_event` is the last they saw."""
         for hook in self.hooks:
             call_optional(hook, "open", step, total)
+            if last_event is not None and last_event < step:
+                call_optional(hook, "rewind", last_event)
         opened, self._opened = self._opened, None  # once, even if the run goes back
         if opened is not None:
             opened()

@@ -173,11 +173,12 @@ def _raise_first(errors: list[BaseException]) -> None:
 class log_to(BaseHook):  # noqa: N801  it is used like a function
     """Write metrics with a writer of stepfold, of clu, or your own.
 
-    When a run starts or resumes, the writer's `resume(step)` drops rows of later steps, so that
-    each step is written once. `flush()` is called in another thread before a checkpoint commits,
-    so that the rows up to its step are durable; its errors are raised at the next event. The
-    numbers of an evaluation that another process made are written at the step at which they arrive,
-    but in the `metrics.jsonl` of a run in the row of the step that was evaluated. At the
+    When a run starts or resumes, the writer's `resume(step)` drops rows after the last event that
+    the checkpoint has seen, so that each step is written once. `flush()` is called in another
+    thread before a checkpoint commits, so that the rows up to its step are durable; its errors are
+    raised at the next event. The numbers of an evaluation that another process made are written at
+    the step at which they arrive, but in the `metrics.jsonl` of a run in the row of the step that
+    was evaluated. At the
     end the writer is closed. With several processes only the first one writes. `fit(config=…)` is
     written as hyper-parameters. For images, texts and histograms, call `write_images`,
     `write_texts` and `write_histograms` of the same writer in a hook.
@@ -232,6 +233,9 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
 
     def open(self, step: int, total: int | None) -> None:
         super().open(step, total)
+        self.rewind(step)
+
+    def rewind(self, step: int) -> None:
         self._last = step
         call_optional(self._active_writer(), "resume", step)
 

@@ -24,7 +24,7 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
     Names keep the order of their first write. Floats round-trip exactly; NaN and inf are written
     as `NaN`, `Infinity` and `-Infinity`, which is not strict JSON, but Python and pandas read it.
     A histogram is written as its `counts` and `edges`, an image as its shape. Hyper-parameters are
-    in the line of the step at which the run starts or resumes, under `hparams`.
+    in the line of the last step before the run starts or resumes, under `hparams`.
 
     The first write creates the file and its folders. The file is up to date after each write, even
     if the process is killed, and durable after `flush`. Rows that a full disk refuses raise an
