@@ -178,10 +178,9 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
     thread before a checkpoint commits, so that the rows up to its step are durable; its errors are
     raised at the next event. The numbers of an evaluation that another process made are written at
     the step at which they arrive, but in the `metrics.jsonl` of a run in the row of the step that
-    was evaluated. At the
-    end the writer is closed. With several processes only the first one writes. `fit(config=…)` is
-    written as hyper-parameters. For images, texts and histograms, call `write_images`,
-    `write_texts` and `write_histograms` of the same writer in a hook.
+    was evaluated. At the end the writer is closed. With several processes only the first one
+    writes. `fit(config=…)` is written as hyper-parameters. For images, texts and histograms, call
+    `write_images`, `write_texts` and `write_histograms` of the same writer in a hook.
 
     Args:
       writer: an object with a method `write_scalars(step, numbers by name)`. `resume`, `flush` and
