@@ -184,7 +184,7 @@ class TrainerHook(BaseHook):
         trainer.model_state, self._event_step = event.state, step
         if not (event.is_train or event.metrics):  # after a `save_pretrained`
             return None
-        metrics: Mapping[str, float] = event.metrics
+        metrics: Mapping[str, float] = dict(event.metrics)  # a subclass may change it
         numbers: Mapping[str, float] | None = None
         stop: Stop | None = None
         try:

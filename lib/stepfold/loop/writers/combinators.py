@@ -254,14 +254,14 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
             self._last = max(self._last, event.step)
             step = self._last if is_early else event.step
             with self._lock:
-                self._active_writer().write_scalars(step, event.metrics)
+                self._active_writer().write_scalars(step, dict(event.metrics))
         _raise_first(self._errors)
 
     def end_run(self) -> None:
         """Write the last interval of train metrics."""
         if self._skipped is not None:
             with self._lock:
-                self._active_writer().write_scalars(self._skipped.step, self._skipped.metrics)
+                self._active_writer().write_scalars(self._skipped.step, dict(self._skipped.metrics))
             self._skipped = None
 
     def flush(self) -> None:
