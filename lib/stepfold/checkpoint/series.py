@@ -112,7 +112,7 @@ class Series(StepReader):
         self.evaluated: Mapping[str, int] | None = None
         self._saved_at = self._any_saved_at = time.monotonic()  # the latter in either directory
         self._saving: int | None = None  # the last step of which a save began
-        self._due: tuple[int, _Kind | None] = (0, None)  # the last step given, and what is due then
+        self._due: dict[int, _Kind] = {}  # what `due` has found for steps that are not saved yet
         self._is_requested = False
         self._notify: Callable[[], None] | None = None  # at a request
         self._pending: PendingSave | None = None
@@ -182,8 +182,11 @@ class Series(StepReader):
         of them.
         """
         self._has_epochs = self._has_epochs or epoch is not None
-        self._due = step, self._kind_due(step, epoch)
-        return self._due[1] is not None
+        if (kind := self._kind_due(step, epoch)) is None:
+            self._due.pop(step, None)
+            return False
+        self._due[step] = kind
+        return True
 
     def _kind_due(self, step: int, epoch: int | None) -> _Kind | None:
         policy, temporary = self.policy, self.policy.temporary
@@ -269,11 +272,12 @@ class Series(StepReader):
             metadata = metadata._replace(requested=kind == "requested")
             self._begin(self.store, state, metadata, before_commit)
             self.saved, self._saved_at = metadata.step, self._any_saved_at
+        self._due = {step: due for step, due in self._due.items() if step > metadata.step}
         if not self.policy.async_:
             self.wait()
 
     def _kind_of(self, step: int, *, permanent: bool, requested: bool) -> _Kind:
-        due = self._due[1] if self._due[0] == step else None
+        due = self._due.get(step)
         if requested and due != "permanent" and not is_scheduled(step, None, self.policy.every):
             return "requested"
         return "permanent" if due is None or (permanent and due == "temporary") else due
@@ -364,6 +368,7 @@ class Series(StepReader):
         """
         self._check_open()
         self.saved = self._saving = None  # their numbers may be saved again
+        self._due.clear()
         for store in self._stores() if jax.process_index() == 0 else []:
             for number in reversed([number for number in store.steps() if number > step]):
                 with suppress(DamageError):  # it is never restored

@@ -128,9 +128,11 @@ class RunDirectory:
         """Start a run that does not resume; move the files of an earlier run aside."""
         self(session.run)
         self._note_key(session.run)
+        hooks = [hook for hook in session.hooks.hooks if getattr(hook, "writes_here", False)]
+        files = [file for hook in hooks for file in getattr(hook, "written_files", ())]
+        path = self.path if jax.process_index() == 0 else None
         with agreement(f"run_dir: {self.path}: not opened"):
-            if self.path is not None and jax.process_index() == 0:
-                move_previous_run(self.path, session.run.step, stacklevel=5)  # at the call of fit
+            move_previous_run(path, session.run.step, files, stacklevel=5)  # at the call of fit
 
     def continue_from(self, session: Session) -> None:
         """Continue from the run of a session, which was restored from a checkpoint.

@@ -158,6 +158,42 @@ def test_a_late_result_of_an_evaluation_may_come_before_a_row_that_waits(tmp_pat
     assert [row["step"] for row in rows] == [LOG, 6, 12, STEPS]
 
 
+@pytest.mark.parametrize("writer", ["jsonl", "csv"])
+def test_a_new_run_keeps_the_rows_of_an_older_one(writer, tmp_path):
+    """They are moved aside, as those of `run_dir` are."""
+    first = fit(tmp_path, writer, checkpoints=None)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("metrics.*")}
+    assert before
+    says = "log_to: expected no metrics after step 0, .*; its files are now in .*previous-1"
+    with pytest.warns(UserWarning, match=says) as caught:
+        assert fit(tmp_path, writer, steps=LOG, checkpoints=None) == first[:1]
+    assert len(caught) == 1
+    moved = {path.name: path.read_bytes() for path in (tmp_path / "previous-1").glob("metrics.*")}
+    assert moved == before
+
+
+def test_files_of_writers_in_the_directory_of_a_run_are_moved_with_it(tmp_path):
+    hook = sf.log_to(sf.jsonl_writer(tmp_path / "own"))
+    options = {"run_dir": tmp_path, "hooks": hook, "log_every": LOG}
+    sf.fit(STEP, start(), batches(), steps=STEPS, **options)
+    with pytest.warns(UserWarning, match="run_dir: expected no metrics after step 0") as caught:
+        sf.fit(STEP, start(), batches(), steps=LOG, **options)
+    assert len(caught) == 1
+    assert {"own", "metrics.jsonl", "run.json"} <= {p.name for p in tmp_path.glob("previous-1/*")}
+
+
+def test_a_run_that_continues_by_hand_keeps_its_rows(tmp_path):
+    writer, options = sf.jsonl_writer(tmp_path / "metrics"), {"log_every": LOG}
+    hook = sf.log_to(writer)
+    result = sf.fit(STEP, start(), batches(), steps=LOG, hooks=hook, **options)
+    sf.fit(STEP, result.state, batches(start=LOG), steps=STEPS, hooks=hook, **options)
+    rows = [json.loads(line)["step"] for line in (tmp_path / "metrics").read_text().splitlines()]
+    assert rows == [*range(LOG, STEPS + 1, LOG)]
+    with pytest.warns(UserWarning, match="log_to: expected no metrics after step 0"):
+        sf.fit(STEP, start(), batches(), steps=LOG, hooks=hook, **options)
+    assert (tmp_path / "previous-1" / "metrics").read_text().count("\n") == len(rows)
+
+
 # Trainers
 
 

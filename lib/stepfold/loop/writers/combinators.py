@@ -182,6 +182,9 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
     writes. `fit(config=…)` is written as hyper-parameters. For images, texts and histograms, call
     `write_images`, `write_texts` and `write_histograms` of the same writer in a hook.
 
+    A run that does not resume moves the files of `jsonl_writer` and `csv_writer` to a folder
+    `previous-1` and so on next to them, with a warning, if they have rows of later steps.
+
     Args:
       writer: an object with a method `write_scalars(step, numbers by name)`. `resume`, `flush` and
         `close` are optional.
@@ -225,6 +228,11 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
     @property
     def written_files(self) -> Sequence[Path]:
         return files_of(self._writer)
+
+    @property
+    def writes_here(self) -> bool:
+        """Whether this process writes."""
+        return self._everywhere or jax.process_index() == 0
 
     def reset(self, step: int) -> None:
         self._multiple, self._last = step // self._every if self._every else 0, step
@@ -281,4 +289,4 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
             _raise_first(self._errors)
 
     def _active_writer(self) -> Any:
-        return self._writer if self._everywhere or jax.process_index() == 0 else Writer()
+        return self._writer if self.writes_here else Writer()

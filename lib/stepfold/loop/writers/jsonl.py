@@ -17,6 +17,8 @@ from stepfold.errors import ConfigError, refuse
 from stepfold.loop.json_files import is_count, open_regular, parse_json
 from stepfold.loop.writers import base
 
+_START = b'{"step": '  # of each line
+
 
 class jsonl_writer(base.FileWriter):  # noqa: N801
     r"""Write JSON lines, one for each step: `{"step": 10, "train/loss": 0.5}`.
@@ -124,7 +126,7 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
         if self._file is None:
             with base.explain_os_errors(self._path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                _check_kind(self._path, b'{"step": ')
+                _check_kind(self._path, _START)
                 if self._csv is not None:
                     _check_kind(self._csv, b"step,")
                 file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -231,6 +233,14 @@ def read_rows(
                     if step > until:
                         return
                     yield step, {name: x for name, x in row.items() if type(x) in (int, float)}
+
+
+def has_rows(path: Path) -> bool:
+    """Whether a file is one of `jsonl_writer`, by its first bytes or its name."""
+    if path.suffix == ".jsonl" or not path.is_file():
+        return path.suffix == ".jsonl"
+    with _open_regular(path) as file:
+        return file.read(len(_START)) == _START
 
 
 def last_step(path: base.PathLike) -> int | None:
