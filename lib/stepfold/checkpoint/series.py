@@ -361,6 +361,14 @@ class Series(StepReader):
             store.add_metadata(step, metadata.metrics or {}, metadata.extra)
             self._retention[store.location].forget(step)
 
+    def prune(self) -> None:
+        """Delete the steps that are not kept, if evaluations have ended since the last save."""
+        self.wait()
+        steps = self.store.steps() if jax.process_index() == 0 else []
+        if steps:
+            last = steps[-1] if self.saved is None else self.saved
+            self._retention[self.store.location].apply(last, self.evaluated)
+
     def delete_after(self, step: int, is_expendable: Callable[[Any], bool] | None = None) -> None:
         """Delete later steps, on process 0: all, or those whose `extra` the function accepts.
 
@@ -439,17 +447,19 @@ class Rule(NamedTuple):
         *,
         last: int | None = None,
         held: Set[int] = frozenset(),
+        for_evaluation: Set[int] = frozenset(),
     ) -> list[int]:
         """List the steps to delete.
 
         `requested` steps and the others are counted apart, so that many requests do not push a
         scheduled step out. `last`, the step saved last, is always kept: after a rollback it may not
         be the newest. `held` steps are kept too: an evaluation in another process needs them.
+        Steps `for_evaluation` were saved only for that, and do not count.
         """
         if self.keep is None:
             return []
         steps = sorted(metrics)
-        scheduled = [step for step in steps if step not in requested]
+        scheduled = [step for step in steps if step not in requested and step not in for_evaluation]
         kept = {*scheduled[-self.keep :], *sorted(requested)[-self.keep :], last, *held}
         if self.keep_every is not None:
             kept |= {step for step in steps if step % self.keep_every == 0}
@@ -476,11 +486,16 @@ class Retention:
             return
         self.forget(last)  # it may replace another
         steps = self._read_steps()
-        requested = {step for step, metadata in steps.items() if metadata.requested}
+        unscheduled = {step: each for step, each in steps.items() if each.requested}
+        for_evaluation = {step for step, each in unscheduled.items() if each.awaits}
+        requested = unscheduled.keys() - for_evaluation
         is_ranked = self._rule.best is not None
         metrics = metrics_of(self._store, steps) if is_ranked else {step: {} for step in steps}
         held = self._held_steps(steps, evaluated)
-        for step in self._rule.expendable(metrics, requested, last=last, held=held):
+        expendable = self._rule.expendable(
+            metrics, requested, last=last, held=held, for_evaluation=for_evaluation
+        )
+        for step in expendable:
             self._store.delete(step)
 
     def _read_steps(self) -> Mapping[int, StepMetadata]:

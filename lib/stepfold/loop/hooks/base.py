@@ -513,6 +513,15 @@ class HookDispatcher:
 
     def set_state(self, state: Sequence[Any]) -> None:
         """Restore the state of hooks by their keys; those of the same key match in order."""
+        known = {hook_key(hook) for hook in self.hooks}
+        missing = dict.fromkeys(key for key, _ in state if key not in known)
+        if missing:
+            warnings.warn(
+                f"hooks: expected {', '.join(missing)}, whose state is in the checkpoint, got no "
+                "such hook, and the state is dropped; a hook with another name or metric, or in a "
+                "wrapper, starts afresh",
+                stacklevel=7,  # at the call of `fit`
+            )
         for key in dict.fromkeys(key for key, _ in state):
             saved = [state for other, state in state if other == key]
             hooks = [hook for hook in self.hooks if hook_key(hook) == key]

@@ -251,6 +251,9 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
         with self._lock:
             call_optional(self._active_writer(), "write_hparams", config)
 
+    def get_state(self) -> Any:
+        return None if self._every is None else super().get_state()
+
     def __call__(self, event: Event) -> None:
         is_due = True
         if self._every is not None and event.is_train:
