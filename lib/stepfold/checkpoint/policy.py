@@ -138,7 +138,7 @@ class Checkpoints(StepReader):
         for name in ("every", "every_epochs", "keep", "keep_every", "keep_best"):
             value = getattr(self, name)
             if value is not None or name == "keep_best":
-                read_integer(name, value)
+                object.__setattr__(self, name, read_integer(name, value))
         check_flags(at_start=self.at_start, async_=self.async_)
         if self.every_minutes is not None:
             read_positive("every_minutes", self.every_minutes)

@@ -109,6 +109,10 @@ def read_config(config: Any) -> dict[str, Any] | None:
     if not isinstance(plain, dict):
         got = tree.describe_value(config)
         refuse("config", "a mapping or a dataclass", got, "give {'rate': 1e-3, …}")
+    names = [name for name, _ in _named_values(plain)]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        refuse("config", "a path for each value", f"{twice!r} for two", "rename a key")
     return plain
 
 
@@ -125,9 +129,13 @@ def _plain(node: Any) -> Any:
 
 def flatten_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Name the values of a config by their paths, such as `optimizer/rate`; lists are values."""
+    return dict(_named_values(config or {}))
+
+
+def _named_values(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
     is_value = lambda node: node is None or isinstance(node, list) or node == {}
-    leaves = jax.tree_util.tree_leaves_with_path({**(config or {})}, is_leaf=is_value)
-    return {tree.path_name(path): value for path, value in leaves}
+    leaves = jax.tree_util.tree_leaves_with_path({**config}, is_leaf=is_value) if config else []
+    return [(tree.path_name(path), value) for path, value in leaves]
 
 
 def config_changes(
