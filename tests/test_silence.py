@@ -197,6 +197,7 @@ def test_float_labels_are_refused_with_advice():
         lambda state: sf.make_eval_step(lambda p, b, k: sf.mean(p["w"]))(state, None),
         lambda state: sf.init_state(state.params, TX, jax.random.key(0)),
         lambda state: sf.place(state, jax.sharding.SingleDeviceSharding(jax.devices()[1])),
+        lambda state: sf.export_params("not-written.safetensors", state.params),
     ],
 )
 def test_a_state_that_was_donated_is_named_when_it_is_used_again(use):

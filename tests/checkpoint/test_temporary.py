@@ -307,3 +307,18 @@ def test_opening_cleans_both_directories(tmp_path):
 def test_what_is_no_temporary_directory_is_refused(make, words):
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+@pytest.mark.parametrize("asked", [[2, 3], [2, 4], [2, 12], [2, 1], [1, 2, 3, 6, 5]])
+def test_a_question_about_another_step_does_not_change_a_save(tmp_path, asked):
+    with series_in(tmp_path) as series:
+        answers = [series.due(step) for step in asked]
+        assert answers == [step % 2 == 0 for step in asked]
+        series.save(state(2), step=2)
+        series.wait()
+        assert steps_in(local(tmp_path)) == [2]
+        assert series.due(6)
+        assert series.due(4)
+        series.save(state(6), step=6)
+        series.wait()
+        assert steps_in(tmp_path / "durable") == [6]

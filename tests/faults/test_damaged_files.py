@@ -3,16 +3,18 @@
 Checkpoints are in test_corruption.py and test_hostile_checkpoints.py, locks in test_run_lock.py.
 """
 
+import itertools
 import json
 import os
 import shutil
 import signal
+import warnings
 import zlib
 
 import jax
 import numpy as np
 import pytest
-from tests.small import STEP, start
+from tests.small import STEP, full_but, start
 
 import stepfold as sf
 from stepfold.checkpoint.manifest import encode_checked, read_checked
@@ -110,7 +112,7 @@ def test_half_of_a_surrogate_pair_in_run_json_is_replaced(folder):
 # metrics.jsonl
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.values != ("zeros",)])
 @pytest.mark.parametrize("resumes", [True, False])
 def test_a_run_refuses_damaged_metrics_before_its_first_step(folder, kind, resumes):
     damage(folder / "metrics.jsonl", kind, b"\n")
@@ -118,6 +120,65 @@ def test_a_run_refuses_damaged_metrics_before_its_first_step(folder, kind, resum
         shutil.rmtree(folder / "checkpoints")
     with pytest.raises(sf.ConfigError, match=r"metrics\.jsonl.*; (correct it|move it away|give a)"):
         run(folder, 8)
+
+
+NULS = {  # what a power loss may leave of the rows of steps 2 and 4, and which of them are left
+    "a row": (lambda rows: rows + b"\0" * 40 + b"\n", {2, 4}),
+    "a row that is not complete": (lambda rows: rows + b"\0" * 40, {2, 4}),
+    "the end of a row": (lambda rows: rows[:-9] + b"\0" * 9 + b"\n", {2}),
+    "all": (lambda rows: b"\0" * len(rows), set()),
+    "all, and another row": (lambda rows: b"\0" * len(rows) + b"\n\0\0\n", set()),
+}
+
+
+def run_with_files(folder, steps):
+    files = [sf.jsonl_writer(folder / "own.jsonl"), sf.csv_writer(folder / "own.csv")]
+    hooks = [sf.log_to(file, name=f"{i}") for i, file in enumerate(files)]
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        result = run(folder, steps, hooks=hooks)
+    return result, [str(warning.message) for warning in caught]
+
+
+def steps_of(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    full_but(
+        [("metrics.jsonl", "a row")],
+        itertools.product(["metrics.jsonl", "own.jsonl", "own.csv.jsonl"], NULS),
+    ),
+)
+def test_nul_bytes_are_cut_from_the_rows_with_one_warning(tmp_path, name, lost):
+    run_with_files(tmp_path, 4)
+    path, (change, left) = tmp_path / name, NULS[lost]
+    path.write_bytes(change(path.read_bytes()))
+    result, (message,) = run_with_files(tmp_path, 8)
+    assert (result.resumed, result.steps) == (4, 8)
+    assert f"{name}: expected lines of metrics, got NUL bytes, as a power loss leaves" in message
+    kept = left | ({4} if name == "metrics.jsonl" else set())  # the checkpoint has the last row
+    assert steps_of(path) == [*sorted(kept), 6, 8]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lost", NULS)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "own.jsonl"])
+def test_a_new_run_starts_over_nul_bytes(tmp_path, name, lost):
+    run_with_files(tmp_path, 4)
+    path = tmp_path / name
+    path.write_bytes(NULS[lost][0](path.read_bytes()))
+    shutil.rmtree(tmp_path / "checkpoints")
+    run_with_files(tmp_path, 8)
+    assert steps_of(path) == [2, 4, 6, 8]
+
+
+def test_a_file_of_another_program_that_begins_with_nul_bytes_is_left_alone(tmp_path):
+    content = b"\0" * 40 + b"\nan image"
+    (tmp_path / "own.jsonl").write_bytes(content)
+    with pytest.raises(sf.ConfigError, match=r"own\.jsonl: expected a file that begins with"):
+        run(tmp_path, 4, hooks=sf.log_to(sf.jsonl_writer(tmp_path / "own.jsonl")))
+    assert (tmp_path / "own.jsonl").read_bytes() == content
 
 
 @pytest.mark.parametrize("kind", KINDS)

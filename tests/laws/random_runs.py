@@ -40,6 +40,7 @@ WARNINGS = (
     "expected enough for",
     "expected get_state",
     "got others without",
+    "got no such hook, and the state is dropped",
 )
 
 

@@ -45,8 +45,8 @@ class Fit:
         self.data = call.data(directory.skips)
         self.run = SimpleNamespace(
             state=call.state, step=0, used=self.data.first, is_complete=False, epoch_ended=0,
-            open=(), closed=(), rows={}, evaluated={}, hooks={}, stop=None, request=None,
-            replaced=None, changes=(), ranked={},
+            open=(), closed=(), rows={}, evaluated={}, hooks={h.name: 0 for h in call.hooks},
+            stop=None, request=None, replaced=None, changes=(), ranked={},
         )  # fmt: skip
         self.run.total = call.total(self.data, self.run, None)
         is_kept = call.checkpoints is not None and not self.data.is_iterator
@@ -71,7 +71,9 @@ class Fit:
     def restore(self, saved):
         names = [hook.name for hook in self.call.hooks]
         self.run, self.resumed, self.was_complete = copy.copy(saved), saved.step, saved.is_complete
-        self.run.hooks = {name: x for name, x in saved.hooks.items() if name in names}
+        is_dropped = saved.hooks.keys() - {*names}
+        self.warnings += ["got no such hook, and the state is dropped"] if is_dropped else []
+        self.run.hooks = {name: saved.hooks.get(name, 0) for name in names}
         self.run.state = self.call.place(saved.state)
         self.data = self.call.data(self.directory.skips, saved.changes)
         self.run.total = self.call.total(self.data, self.run, saved)

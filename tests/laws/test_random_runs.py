@@ -275,6 +275,9 @@ FOUND = {
     "a metric that is new after a cut": one_run(
         calls=[{**PULL_8, "kind": "averages"}, {"kind": "collection"}]
     ),
+    "a hook that is gone after a cut": one_run(
+        calls=[{"hooks": ["a", "b"], **PULL_8}, {"hooks": ["b"]}]
+    ),
     "a metric that is gone after a cut": one_run(
         calls=[{**PULL_8, "kind": "collection"}, {"kind": "averages"}]
     ),

@@ -1,6 +1,7 @@
 """What a script may change before a resume: rates, the optimizer, the head."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -97,3 +98,40 @@ def test_parts_are_checked(tmp_path, resume, message):
     run(tmp_path, adam(1e-2), 4)
     with pytest.raises(sf.ConfigError, match=message):
         run(tmp_path, adam(1e-2), 8, resume)
+
+
+# Hooks
+
+
+def stop(name=None, metric="train/loss"):
+    return sf.stop_early(metric, patience=99, name=name)
+
+
+def count(event):
+    """Return nothing."""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (stop(), stop("other"), "expected stop_early train/loss, whose state is in the checkpoint"),
+        (stop("mine"), [], "expected mine, whose state is in the checkpoint, got no such hook"),
+        (stop(), sf.only_warn(stop()), "expected stop_early train/loss, whose state"),
+        (stop(), stop(metric="eval/loss"), "expected stop_early train/loss, whose state"),
+        (sf.every(2, stop()), sf.every(2, sf.stop_on_spike()), "expected stop_early in every"),
+        (stop(), stop(), None),
+        (sf.every(2, count), sf.every(2, lambda event: None), None),
+        ([], stop(), None),
+        (sf.log_to(sf.console_writer()), [], None),
+    ],
+)
+def test_a_state_that_no_hook_takes_is_named(tmp_path, before, after, says):
+    evaluation = sf.Evaluation(lambda state: {"loss": 1.0}, every=4)
+    run(tmp_path, adam(1e-2), 4, hooks=before, evaluation=evaluation)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        run(tmp_path, adam(1e-2), 8, hooks=after, evaluation=evaluation)
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == (says is not None)
+    assert all(f"hooks: {says}" in message for message in messages)
+    assert all(warning.filename == __file__ for warning in caught)
+    run(tmp_path, adam(1e-2), 12, hooks=after, evaluation=evaluation)  # warnings are errors here

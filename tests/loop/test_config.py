@@ -78,6 +78,17 @@ def test_a_resume_names_what_has_changed(tmp_path):
     run(tmp_path, Config(Optimizer(0.01)), steps=8)  # warnings are errors here
 
 
+def test_a_config_that_a_resume_leaves_out_is_named(tmp_path):
+    run(tmp_path, {"rate": 0.1, "clip": 1})
+    says = "config: changed since the checkpoint: clip, which was 1, is left out, .*seed is new"
+    with pytest.warns(UserWarning, match=says):
+        run(tmp_path, {"rate": 0.1, "seed": 3}, steps=6)
+    says = "config: expected that of the checkpoint, got none; give it again: rate, which was 0.1"
+    with pytest.warns(UserWarning, match=says) as caught:
+        run(tmp_path, None, steps=8)
+    assert "{}" not in str(caught[0].message)
+
+
 def test_writers_get_the_config_by_path():
     class Settings(sf.Writer):
         def write_hparams(self, hparams):
@@ -98,6 +109,7 @@ def test_writers_get_the_config_by_path():
         ({1: 2}, "config: expected keys of text, got 1"),
         ([1], "config: expected a mapping or a dataclass, got list"),
         (Config, "config: expected what JSON can hold, got type"),
+        ({"a": {"b": 1}, "a/b": 2}, "config: expected a path for each value, got 'a/b' for two; r"),
     ],
 )
 def test_what_json_cannot_hold_is_refused_by_its_path(config, message):

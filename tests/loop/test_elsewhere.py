@@ -73,7 +73,7 @@ def test_due_steps_are_saved_and_kept_until_their_result_is_read(tmp_path):
     hook = At(tmp_path, [7])
     fit(tmp_path, hook)
     assert hook.saved[7] == [2, 4, 6]
-    assert hook.saved[9] == [6, 8]  # one of the schedule, and one for an evaluation, as `keep=1`
+    assert hook.saved[9] == [8]  # the results of the others were read at step 8
     assert sf.Checkpoints(tmp_path / "checkpoints").steps()[-3:] == [8, 10, 12]
 
 
@@ -82,7 +82,18 @@ def test_a_run_without_the_evaluation_lets_the_steps_go(tmp_path):
     fit(tmp_path, steps=4)
     assert series.steps() == [2, 4]
     fit(tmp_path, evaluation=())
-    assert series.steps() == [2, 12]  # one for an evaluation and one of the schedule, as `keep=1`
+    assert series.steps() == [12]
+
+
+def test_steps_are_let_go_at_the_end_once_their_results_are_read(tmp_path):
+    series = sf.Checkpoints(tmp_path / "checkpoints")
+    fit(tmp_path, At(tmp_path, [11]))  # whose results are read after the last save
+    assert series.steps() == [12]
+    fit(tmp_path, steps=20)
+    assert series.steps() == [12, 14, 16, 18, 20]
+    evaluate(tmp_path)
+    fit(tmp_path, steps=20)
+    assert series.steps() == [20]
 
 
 def test_a_damaged_result_is_warned_of_and_read_once_it_is_made_again(tmp_path):

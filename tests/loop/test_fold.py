@@ -188,3 +188,25 @@ def test_a_step_and_a_log_point_make_few_calls():
     ten_steps = (cost(220, 10) - cost(20, 10)) / 20
     assert a_step <= MOST_CALLS
     assert ten_steps - 10 * a_step <= MOST_CALLS_TO_LOG
+
+
+def test_a_run_is_described_in_a_line_however_long_an_interval_is():
+    seen = []
+
+    class Look:
+        name = "look"
+
+        def next(self, run):
+            return run.step + 1500
+
+        def is_due(self, run):
+            seen.extend([run] if run.step == 1500 else [])
+            return False
+
+        def __call__(self, run):
+            return run
+
+    data = [{"x": np.zeros(1, np.float32)}] * 1501
+    sf.fit(STEP, start(), data, log_every=5000, hooks=[Look(), sf.progress("none")])
+    assert repr(seen[0]) == "Run(step=1500, total=None, began=0, end=None)"
+    assert repr(seen[0].current) == "Steps(1500 calls, step=0)"

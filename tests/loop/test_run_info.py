@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests import small
 
 import stepfold as sf
 from stepfold.loop.run_info import read_run_info, run_metadata, write_run_info
@@ -183,3 +184,28 @@ def test_unknown_entries_may_be_missing_or_null(tmp_path):
     info = {"format": 2, "attempts": [changed], "devices": None, "losses": [LOSS]}
     (tmp_path / "run.json").write_text(json.dumps(info))
     assert read_run_info(tmp_path) == info
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps": np.int64(4)},
+        {"epochs": np.int32(1)},
+        {"more_steps": np.uint8(4)},
+        {"steps": 4, "log_every": np.int64(2)},
+        {"steps": 4, "steps_per_call": np.int64(2)},
+        {"steps": 4, "evaluation": sf.Evaluation(lambda state: {"a": 1.0}, every=np.int64(2))},
+        {"steps": 4, "checkpoints": ("every", "keep")},
+    ],
+    ids=lambda options: [*options][-1],
+)
+def test_integers_of_numpy_are_written_as_those_of_python(tmp_path, options):
+    if "checkpoints" in options:
+        two = np.int64(2)
+        temporary = sf.Temporary(tmp_path / "local", every=np.int64(1), keep=two)
+        checkpoints = sf.Checkpoints(every=two, keep=two, keep_every=two, temporary=temporary)
+        options = {**options, "checkpoints": checkpoints}
+    run = tmp_path / "run"
+    sf.fit(small.STEP, small.start(), small.batches(), run_dir=run, **options)
+    (attempt,) = json.loads((run / "run.json").read_text())["attempts"]
+    assert attempt["to"] == 4

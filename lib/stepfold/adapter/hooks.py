@@ -154,7 +154,7 @@ class TrainerHook(BaseHook):
         self.start_step, self.epochs_done = 0, trainer.epochs_done
         self.last_step: int | None = None
         self._bar_state: Any = None  # of the resumed run
-        self._event_step: int | None = None  # of the last event in this run, or before a resume
+        self._event_step = 0  # of the last event in this run, or before a resume
 
     def open(self, step: int, total: int | None) -> None:
         trainer = self._trainer
@@ -166,19 +166,20 @@ class TrainerHook(BaseHook):
             call_optional(self.bar, "set_state", self._bar_state)
         call_optional(self.bar, "open", step)
         self.start_step, self.last_step, trainer.watched_step = step, total, step
-        if trainer.is_enable:
-            # It drops the rows after the last event before the checkpoint, such as that of the
-            # open interval at a stop.
-            last = step if self._event_step is None else min(step, self._event_step)
-            call_optional(trainer.writer, "resume", last)
+        self.rewind(step)
+
+    def rewind(self, step: int) -> None:
+        self._event_step = step
+        if self._trainer.is_enable:
+            call_optional(self._trainer.writer, "resume", step)
 
     def __call__(self, event: Event) -> Mapping[str, float] | Stop | None:
         trainer = self._trainer
-        step = (self._event_step or event.step) if event.is_late else event.step
+        step = max(self._event_step, event.step)  # an evaluation elsewhere is of an earlier one
         trainer.model_state, self._event_step = event.state, step
         if not (event.is_train or event.metrics):  # after a `save_pretrained`
             return None
-        metrics: Mapping[str, float] = event.metrics
+        metrics: Mapping[str, float] = dict(event.metrics)  # a subclass may change it
         numbers: Mapping[str, float] | None = None
         stop: Stop | None = None
         try:
@@ -218,10 +219,10 @@ class TrainerHook(BaseHook):
 
     def get_state(self) -> dict[str, Any]:
         bar = self.bar.get_state() if hasattr(self.bar, "get_state") else self._bar_state
-        return {"bar": bar, "step": self._event_step}
+        return {"bar": bar}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        self._bar_state, self._event_step = state["bar"], state.get("step")
+        self._bar_state = state["bar"]
 
 
 def add_advice(error: BaseException) -> None:

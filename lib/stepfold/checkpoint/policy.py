@@ -88,8 +88,9 @@ class Checkpoints(StepReader):
       every_minutes: minutes between checkpoints; `fit` checks it at log points, and where it
         evaluates or ends an epoch.
       keep: number of latest checkpoints to keep; None keeps all. Those that were requested, or
-        saved because they were the best so far or for an evaluation in another process, are counted
-        apart: as many of them are kept. A step that waits for such an evaluation is always kept.
+        saved because they were the best so far, are counted apart: as many of them are kept. A step
+        that waits for an evaluation in another process is always kept. One that was saved only for
+        that is deleted at the next save, or at the end, once its result was read.
       keep_every: keep every step that is a multiple of this number permanently.
       best: the metric that ranks checkpoints, such as `eval/loss`; the best ones are kept as well.
         `fit` also saves after each evaluation that improves it, between scheduled saves too. A
@@ -137,7 +138,7 @@ class Checkpoints(StepReader):
         for name in ("every", "every_epochs", "keep", "keep_every", "keep_best"):
             value = getattr(self, name)
             if value is not None or name == "keep_best":
-                read_integer(name, value)
+                object.__setattr__(self, name, read_integer(name, value))
         check_flags(at_start=self.at_start, async_=self.async_)
         if self.every_minutes is not None:
             read_positive("every_minutes", self.every_minutes)

@@ -46,6 +46,7 @@ from stepfold.checkpoint.names import NamedArray, NameMap, Part, whole_array
 from stepfold.checkpoint.restore import match
 from stepfold.checkpoint.steps import check_regular, sync
 from stepfold.core.processes import agreement
+from stepfold.core.state import check_not_donated
 from stepfold.core.validation import absolute_path, read_function, read_integer
 from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError, refuse
 from stepfold.internals import texts
@@ -112,7 +113,8 @@ def export_params(
     """
     _import_safetensors()
     target = _file_of(path)
-    read_integer("shard_size", shard_size)
+    shard_size = read_integer("shard_size", shard_size)
+    check_not_donated(params, "params")
     if metadata is not None and not isinstance(metadata, Mapping):
         refuse("metadata", "text by name", tree.describe_value(metadata))
     header = {"format": "pt", **(metadata or {})}

@@ -112,7 +112,7 @@ class Series(StepReader):
         self.evaluated: Mapping[str, int] | None = None
         self._saved_at = self._any_saved_at = time.monotonic()  # the latter in either directory
         self._saving: int | None = None  # the last step of which a save began
-        self._due: tuple[int, _Kind | None] = (0, None)  # the last step given, and what is due then
+        self._due: dict[int, _Kind] = {}  # what `due` has found for steps that are not saved yet
         self._is_requested = False
         self._notify: Callable[[], None] | None = None  # at a request
         self._pending: PendingSave | None = None
@@ -182,8 +182,11 @@ class Series(StepReader):
         of them.
         """
         self._has_epochs = self._has_epochs or epoch is not None
-        self._due = step, self._kind_due(step, epoch)
-        return self._due[1] is not None
+        if (kind := self._kind_due(step, epoch)) is None:
+            self._due.pop(step, None)
+            return False
+        self._due[step] = kind
+        return True
 
     def _kind_due(self, step: int, epoch: int | None) -> _Kind | None:
         policy, temporary = self.policy, self.policy.temporary
@@ -269,11 +272,12 @@ class Series(StepReader):
             metadata = metadata._replace(requested=kind == "requested")
             self._begin(self.store, state, metadata, before_commit)
             self.saved, self._saved_at = metadata.step, self._any_saved_at
+        self._due = {step: due for step, due in self._due.items() if step > metadata.step}
         if not self.policy.async_:
             self.wait()
 
     def _kind_of(self, step: int, *, permanent: bool, requested: bool) -> _Kind:
-        due = self._due[1] if self._due[0] == step else None
+        due = self._due.get(step)
         if requested and due != "permanent" and not is_scheduled(step, None, self.policy.every):
             return "requested"
         return "permanent" if due is None or (permanent and due == "temporary") else due
@@ -357,6 +361,14 @@ class Series(StepReader):
             store.add_metadata(step, metadata.metrics or {}, metadata.extra)
             self._retention[store.location].forget(step)
 
+    def prune(self) -> None:
+        """Delete the steps that are not kept, if evaluations have ended since the last save."""
+        self.wait()
+        steps = self.store.steps() if jax.process_index() == 0 else []
+        if steps:
+            last = steps[-1] if self.saved is None else self.saved
+            self._retention[self.store.location].apply(last, self.evaluated)
+
     def delete_after(self, step: int, is_expendable: Callable[[Any], bool] | None = None) -> None:
         """Delete later steps, on process 0: all, or those whose `extra` the function accepts.
 
@@ -364,6 +376,7 @@ class Series(StepReader):
         """
         self._check_open()
         self.saved = self._saving = None  # their numbers may be saved again
+        self._due.clear()
         for store in self._stores() if jax.process_index() == 0 else []:
             for number in reversed([number for number in store.steps() if number > step]):
                 with suppress(DamageError):  # it is never restored
@@ -434,17 +447,19 @@ class Rule(NamedTuple):
         *,
         last: int | None = None,
         held: Set[int] = frozenset(),
+        for_evaluation: Set[int] = frozenset(),
     ) -> list[int]:
         """List the steps to delete.
 
         `requested` steps and the others are counted apart, so that many requests do not push a
         scheduled step out. `last`, the step saved last, is always kept: after a rollback it may not
         be the newest. `held` steps are kept too: an evaluation in another process needs them.
+        Steps `for_evaluation` were saved only for that, and do not count.
         """
         if self.keep is None:
             return []
         steps = sorted(metrics)
-        scheduled = [step for step in steps if step not in requested]
+        scheduled = [step for step in steps if step not in requested and step not in for_evaluation]
         kept = {*scheduled[-self.keep :], *sorted(requested)[-self.keep :], last, *held}
         if self.keep_every is not None:
             kept |= {step for step in steps if step % self.keep_every == 0}
@@ -471,11 +486,16 @@ class Retention:
             return
         self.forget(last)  # it may replace another
         steps = self._read_steps()
-        requested = {step for step, metadata in steps.items() if metadata.requested}
+        unscheduled = {step: each for step, each in steps.items() if each.requested}
+        for_evaluation = {step for step, each in unscheduled.items() if each.awaits}
+        requested = unscheduled.keys() - for_evaluation
         is_ranked = self._rule.best is not None
         metrics = metrics_of(self._store, steps) if is_ranked else {step: {} for step in steps}
         held = self._held_steps(steps, evaluated)
-        for step in self._rule.expendable(metrics, requested, last=last, held=held):
+        expendable = self._rule.expendable(
+            metrics, requested, last=last, held=held, for_evaluation=for_evaluation
+        )
+        for step in expendable:
             self._store.delete(step)
 
     def _read_steps(self) -> Mapping[int, StepMetadata]:

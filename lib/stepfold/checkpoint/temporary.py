@@ -66,10 +66,10 @@ class Temporary:
     def __post_init__(self) -> None:
         object.__setattr__(self, "directory", read_directory(self.directory))
         if self.every is not None:
-            read_integer("every", self.every)
+            object.__setattr__(self, "every", read_integer("every", self.every))
         if self.every_minutes is not None:
             read_positive("every_minutes", self.every_minutes)
-        read_integer("keep", self.keep)
+        object.__setattr__(self, "keep", read_integer("keep", self.keep))
         if self.every is None and self.every_minutes is None:
             refuse("temporary", "every=… or every_minutes=…", "neither")
 

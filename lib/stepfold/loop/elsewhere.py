@@ -72,6 +72,7 @@ class Elsewhere:
     def end(self, run: Run) -> None:
         """Say that the run has ended, so that other processes end too."""
         self._note(run)
+        self._series.prune()  # steps that no longer wait for an evaluation
         if jax.process_index() == 0:
             self._write(has_ended=True)
 

@@ -266,7 +266,7 @@ class Evaluation:
         check_flags(at_start=self.at_start, ema=self.ema, elsewhere=self.elsewhere)
         for period in ("every", "every_epochs"):
             if (value := getattr(self, period)) is not None:
-                read_integer(period, value)
+                object.__setattr__(self, period, read_integer(period, value))
         if not isinstance(self.name, str) or self.name.splitlines() != [self.name]:
             refuse("name", "a string of one line", repr(self.name))
         wanted = "state" if self.batches is None else "state, batch"

@@ -14,6 +14,7 @@ from stepfold.checkpoint.results import drop_results
 from stepfold.checkpoint.series import Series
 from stepfold.core.processes import agreement, broadcast_from_first, report_failed_peer
 from stepfold.core.state import is_available
+from stepfold.core.validation import as_integer
 from stepfold.errors import refuse
 from stepfold.loop.arguments import (
     WatchedMetrics,
@@ -164,6 +165,9 @@ def fit(
     check_kinds(user_hooks, evaluations)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
     runner = check_numbers(step, lengths, log_every, steps_per_call, patience)
+    lengths = {name: as_integer(length) for name, length in lengths.items()}
+    steps, epochs, more_steps = lengths.values()
+    log_every, steps_per_call = int(log_every), int(steps_per_call)
     check_checkpoints(checkpoints, evaluations)
     config = read_config(config)
     all_hooks = with_default_hooks(user_hooks, time_limit)

@@ -39,6 +39,9 @@ class Steps(NamedTuple):
     step: int = 0
     time: float = 0.0
 
+    def __repr__(self) -> str:  # that of a tuple would recurse into each call
+        return f"Steps({len(self.calls)} calls, step={self.step})"
+
     def __bool__(self) -> bool:
         return bool(self.returned) or self.before is not None
 

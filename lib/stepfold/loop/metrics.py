@@ -53,9 +53,9 @@ class PerStepMetrics(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._values:
-            self._values[name] = np.concatenate(
-                [self._read(chunk) for chunk in self._stacked[name]]
-            )
+            values = np.concatenate([self._read(chunk) for chunk in self._stacked[name]])
+            values.flags.writeable = False  # since all hooks share it
+            self._values[name] = values
         return self._values[name]
 
     def __contains__(self, name: object) -> bool:  # that of `Mapping` computes the value
@@ -243,6 +243,8 @@ def _flatten(name: str, value: Any, values: dict[str, float]) -> None:
             _flatten(f"{name}/{index}", inner, values)
     elif name.splitlines() != [name]:  # tables have no place for line breaks
         refuse("metrics", "names of one line", repr(name), "rename it")
+    elif name in values:  # such as {"a": {"b": 1}, "a/b": 2}
+        refuse("metrics", "a name for each number", f"{name!r} for two", "rename one of them")
     else:
         try:
             values[name] = float(value)

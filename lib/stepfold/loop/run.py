@@ -215,6 +215,9 @@ class Run(NamedTuple):
             history=History(),
         )
 
+    def __repr__(self) -> str:
+        return f"Run(step={self.step}, total={self.total}, began={self.began}, end={self.end})"
+
     # Steps
 
     def after(self, state: Any, returned: Any, batches: Sequence[Any]) -> "Run":

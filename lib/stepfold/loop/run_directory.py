@@ -19,7 +19,13 @@ from stepfold.loop.hooks.base import Hook, Stop, Stopwatch
 from stepfold.loop.programs import Programs
 from stepfold.loop.report.report_writer import ReportWriter
 from stepfold.loop.run import Run
-from stepfold.loop.run_info import config_changes, move_previous_run, read_key, read_run_info
+from stepfold.loop.run_info import (
+    config_changes,
+    flatten_config,
+    move_previous_run,
+    read_key,
+    read_run_info,
+)
 from stepfold.loop.session import Session
 from stepfold.loop.upload import Upload
 from stepfold.loop.writers.combinators import async_writer, log_to
@@ -128,9 +134,11 @@ class RunDirectory:
         """Start a run that does not resume; move the files of an earlier run aside."""
         self(session.run)
         self._note_key(session.run)
+        hooks = [hook for hook in session.hooks.hooks if getattr(hook, "writes_here", False)]
+        files = [file for hook in hooks for file in getattr(hook, "written_files", ())]
+        path = self.path if jax.process_index() == 0 else None
         with agreement(f"run_dir: {self.path}: not opened"):
-            if self.path is not None and jax.process_index() == 0:
-                move_previous_run(self.path, session.run.step, stacklevel=5)  # at the call of fit
+            move_previous_run(path, session.run.step, files, stacklevel=5)  # at the call of fit
 
     def continue_from(self, session: Session) -> None:
         """Continue from the run of a session, which was restored from a checkpoint.
@@ -159,11 +167,17 @@ class RunDirectory:
             before = read_run_info(self.path).get("config")
         except (StepfoldError, OSError):
             return  # the report warns of it
-        changes = config_changes(before, self._metadata["config"])
+        after = self._metadata["config"]
+        changes = config_changes(before, after)
         self._report.config_changes = changes
         if changes and before is not None:
-            text = ", ".join(f"{name} from {old} to {new}" for name, (old, new) in changes.items())
-            warnings.warn(f"config: changed since the checkpoint: {text}", stacklevel=5)
+            old, new = flatten_config(before), flatten_config(after)
+            text = ", ".join(_describe_change(name, old, new) for name in changes)
+            if after is None:
+                text = f"expected that of the checkpoint, got none; give it again: {text}"
+            else:
+                text = f"changed since the checkpoint: {text}"
+            warnings.warn(f"config: {text}", stacklevel=5)
 
     def fetch(self, session: Session) -> None:
         """Fetch what another host has uploaded, before a run resumes."""
@@ -219,6 +233,12 @@ class RunLock(Claim):
     def _stop_run(self) -> None:
         text = f"another run may use {self._directory}: {self.path.name} was deleted"
         self._stop(Stop("error", text))
+
+
+def _describe_change(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    if name not in new:
+        return f"{name}, which was {old[name]}, is left out"
+    return f"{name} from {old[name]} to {new[name]}" if name in old else f"{name} is new"
 
 
 def _check_files(hooks: Sequence[Hook], own: Sequence[Path]) -> None:

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import datetime
 from importlib import metadata
@@ -27,7 +27,7 @@ from stepfold.loop.evaluate import Evaluation, mesh_of
 from stepfold.loop.hooks.base import Hook, hook_name
 from stepfold.loop.json_files import has_form, is_count, read_json
 from stepfold.loop.writers.base import replace_file
-from stepfold.loop.writers.jsonl import last_step
+from stepfold.loop.writers.jsonl import has_rows, last_step
 
 NAME = "run.json"
 FORMAT = 2  # in format 1, of stepfold 0.1, an attempt has `stopped` and `error` instead of `stop`
@@ -109,6 +109,10 @@ def read_config(config: Any) -> dict[str, Any] | None:
     if not isinstance(plain, dict):
         got = tree.describe_value(config)
         refuse("config", "a mapping or a dataclass", got, "give {'rate': 1e-3, …}")
+    names = [name for name, _ in _named_values(plain)]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        refuse("config", "a path for each value", f"{twice!r} for two", "rename a key")
     return plain
 
 
@@ -125,9 +129,13 @@ def _plain(node: Any) -> Any:
 
 def flatten_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Name the values of a config by their paths, such as `optimizer/rate`; lists are values."""
+    return dict(_named_values(config or {}))
+
+
+def _named_values(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
     is_value = lambda node: node is None or isinstance(node, list) or node == {}
-    leaves = jax.tree_util.tree_leaves_with_path({**(config or {})}, is_leaf=is_value)
-    return {tree.path_name(path): value for path, value in leaves}
+    leaves = jax.tree_util.tree_leaves_with_path({**config}, is_leaf=is_value) if config else []
+    return [(tree.path_name(path), value) for path, value in leaves]
 
 
 def config_changes(
@@ -259,24 +267,32 @@ def write_run_info(run_dir: Path, info: Mapping[str, Any]) -> None:
     replace_file(run_dir / NAME, ("{\n " + ",\n ".join(lines) + "\n}\n").encode())
 
 
-def move_previous_run(directory: Path, step: int, *, stacklevel: int = 3) -> None:
+def move_previous_run(
+    directory: Path | None, step: int, files: Iterable[Path] = (), *, stacklevel: int = 3
+) -> None:
     """Move the files of an earlier run aside if they have metrics of steps after `step`.
 
-    Call it before a run that is not resumed writes to them. `stacklevel` is that of the warning.
+    Call it before a run that is not resumed writes to them: those of its directory, and `files` of
+    writers. `stacklevel` is that of the warning.
     """
-    steps = last_step(directory / "metrics.jsonl"), last_step(directory / "metrics.csv.jsonl")
-    last = max((number for number in steps if number is not None), default=step)
-    if last <= step:
-        return
-    number = 1
-    while (aside := directory / f"previous-{number}").exists():
-        number += 1
-    aside.mkdir()
-    for name in _FILES:
-        if (directory / name).exists():
-            os.rename(directory / name, aside / name)
-    warnings.warn(
-        f"run_dir: expected no metrics after step {step}, got those of an earlier run, up to step "
-        f"{last}; its files are now in {aside}. To resume a run, keep its checkpoints",
-        stacklevel=stacklevel,
-    )
+    by_folder = {} if directory is None else {directory: dict.fromkeys(_FILES)}
+    for file in files:
+        by_folder.setdefault(file.parent, {})[file.name] = None
+    for folder, names in by_folder.items():
+        steps = [last_step(folder / name) for name in names if has_rows(folder / name)]
+        last = max((number for number in steps if number is not None), default=step)
+        if last <= step:
+            continue
+        number = 1
+        while (aside := folder / f"previous-{number}").exists():
+            number += 1
+        aside.mkdir()
+        for name in names:
+            if (folder / name).exists():
+                os.rename(folder / name, aside / name)
+        argument = "run_dir" if folder == directory else "log_to"
+        warnings.warn(
+            f"{argument}: expected no metrics after step {step}, got those of an earlier run, up "
+            f"to step {last}; its files are now in {aside}. To resume a run, keep its checkpoints",
+            stacklevel=stacklevel,
+        )

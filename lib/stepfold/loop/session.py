@@ -108,7 +108,7 @@ class Session:
         ending = Ending(log, events, save, peers, self.rollbacks, finish)
         try:
             with agreement("hooks: not opened"):
-                hooks.open(self.run.step, self.run.total)
+                hooks.open(self.run.step, self.run.total, self.run.logged_step)
                 for part in self.user_parts:
                     call_optional(part, "open", self.run)
             if elsewhere is not None:

@@ -1,7 +1,12 @@
 """Events, stop reasons, and the order in which hooks are called."""
 
+import copy
+import json
+import pickle
+
 import numpy as np
 import pytest
+from tests.small import EVAL_STEP, STEP, batches, start
 
 import stepfold as sf
 from stepfold.loop.hooks.base import (
@@ -183,7 +188,8 @@ def test_a_name_is_the_key_of_a_state():
     state = HookDispatcher([first, second]).get_state()
     resumed = counters("eval/loss")
     resumed[0].name = "eager"
-    HookDispatcher(resumed).set_state(state)
+    with pytest.warns(UserWarning, match="hooks: expected patient, whose state is in the"):
+        HookDispatcher(resumed).set_state(state)
     assert resumed[0].count == 7
 
 
@@ -219,3 +225,101 @@ def test_methods_and_declarations_count_where_they_exist():
 
 
 # In a run
+
+
+# What a hook may not change
+
+
+def run(hooks, path=None, **options):
+    """Run 8 steps with a log point and an evaluation at every fourth; return the result."""
+    options["evaluation"] = sf.Evaluation(EVAL_STEP, lambda: batches(epochs=1), every=4)
+    writers = [] if path is None else [sf.log_to(sf.jsonl_writer(path))]
+    hooks = [*hooks, *writers]
+    return sf.fit(STEP, start(), batches(), steps=8, log_every=4, hooks=hooks, **options)
+
+
+CHANGES = {
+    "an item": lambda metrics: metrics.__setitem__("train/loss", 0.0),
+    "a new item": lambda metrics: metrics.__setitem__("new", 0.0),
+    "del": lambda metrics: metrics.__delitem__("train/loss"),
+    "update": lambda metrics: metrics.update(new=0.0),
+    "|=": lambda metrics: metrics.__ior__({"new": 0.0}),
+    "pop": lambda metrics: metrics.pop("train/loss"),
+    "clear": lambda metrics: metrics.clear(),
+    "setdefault": lambda metrics: metrics.setdefault("new", 0.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_hook_cannot_change_the_metrics_of_an_event(change):
+    says = "event.metrics: expected the numbers that were measured, got a change of them; return"
+    with pytest.raises(sf.ConfigError, match=says):
+        run([lambda event: CHANGES[change](event.metrics)])
+
+
+def test_metrics_of_an_event_can_be_copied_and_written_by_anyone(tmp_path):
+    class Own:
+        def write_scalars(self, step, scalars):
+            scalars["step"] = step
+
+    seen = []
+
+    def look(event):
+        seen.append(json.loads(json.dumps(event.metrics)) == event.metrics)
+        copies = [event.metrics.copy(), {**event.metrics}, event.metrics | {}, dict(event.metrics)]
+        copies += [copy.copy(event.metrics), copy.deepcopy(event.metrics)]
+        copies.append(pickle.loads(pickle.dumps(event.metrics)))
+        for each in copies:
+            each["mine"] = 1.0
+            seen.append({**event.metrics, "mine": 1.0} == each)
+
+    result = run([look, sf.log_to(Own())], tmp_path / "metrics.jsonl")
+    assert len(seen) > 8
+    assert all(seen)
+    assert "step" not in result.history
+    assert "step" in json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+
+
+def test_values_of_steps_are_read_only():
+    def spoil(event):
+        event.per_step["train/loss"][0] = np.nan
+
+    with pytest.raises(ValueError, match="read-only"):
+        run([spoil])
+
+
+@pytest.mark.parametrize("kind", ["train", "eval"])
+@pytest.mark.parametrize("name", ["train/loss", "eval/loss"])
+def test_a_number_of_a_hook_cannot_replace_a_metric(name, kind):
+    hook = lambda event: {name: -1.0} if event.kind == kind else None
+    says = (
+        f"lambda>: expected names of numbers that no step and no evaluation measures, got '{name}'"
+    )
+    with pytest.raises(sf.ConfigError, match=says):
+        run([hook])
+
+
+def test_a_number_of_a_hook_is_not_called_step():
+    with pytest.raises(sf.ConfigError, match="expected names other than 'step', the name of"):
+        run([lambda event: {"step": 1}])
+
+
+def test_two_hooks_return_different_names_or_the_same_number():
+    def one(event):
+        return {"norm": float(event.step), "nan": np.nan}
+
+    def other(event):
+        return {"norm": float(event.step + (event.kind == "eval"))}
+
+    assert run([one, sf.every(8, one)]).history["norm"] == [4.0, 8.0]
+    says = "hooks: .*one and .*other: norm: expected one number, got 4 and 5 at step 4; rename"
+    with pytest.raises(sf.ConfigError, match=says):
+        run([one, other])
+
+
+def test_a_number_has_one_name():
+    twice = {"a": {"b": 1}, "a/b": 2}
+    with pytest.raises(sf.ConfigError, match="metrics: expected a name for each number, got 'a/b'"):
+        run([lambda event: twice])
+    with pytest.raises(sf.ConfigError, match="metrics: expected a name for each number, got 'eval"):
+        sf.fit(STEP, start(), batches(), steps=4, evaluation=sf.Evaluation(lambda state: twice))

@@ -102,7 +102,8 @@ def test_only_a_wrapper_that_warns_cannot_stop():
 def test_the_state_of_a_hook_of_another_kind_is_not_given(wrap):
     inner = stop_early("eval/loss", patience=1)
     before = inner.get_state()
-    wrap(inner).set_state(wrap(Recorder()).get_state())
+    with pytest.warns(UserWarning, match="hooks: expected Recorder in .*, got stop_early, which"):
+        wrap(inner).set_state(wrap(Recorder()).get_state())
     assert inner.get_state() == before
     for other in (copy.deepcopy(wrap(inner)), pickle.loads(pickle.dumps(wrap(inner)))):
         assert other.metric == "eval/loss"

@@ -353,3 +353,10 @@ def test_the_rows_of_a_run_take_numbers_of_earlier_steps(tmp_path):
         {"step": 8, "a": 8},
     ]
     assert (tmp_path / "metrics.csv").read_text().startswith("step,b,a\n1,1.0,\n2,,2\n3,")
+
+
+def test_a_table_of_nul_bytes_is_derived_again(path, table):
+    write(jsonl_writer, path, [(1, {"a": 2})])
+    table.write_bytes(b"\0" * 20)
+    write_csv(path, table)
+    assert table.read_text() == "step,a\n1,2\n"

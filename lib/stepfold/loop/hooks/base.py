@@ -134,6 +134,7 @@ class Event(NamedTuple):
     Attributes:
       step, total: the number of steps done, and at the end of the run, or None if unknown.
       metrics: numbers by name: `train/loss` over the steps since the last log point, `eval/loss`.
+        A hook cannot change them; it returns more numbers, under names of its own.
       state: the state. At a log point it may be up to four steps ahead, because metrics are read
         while later steps run; a hook with `needs_exact_state = True` gets the state of `step`.
         Its containers are the event's own, so that writing into them does not change the training;
@@ -173,6 +174,19 @@ class Event(NamedTuple):
     def __repr__(self) -> str:
         metrics = ", ".join(f"{name}: {value:.4g}" for name, value in self.metrics.items())
         return f"Event({self.kind!r}, step={self.step}, total={self.total}, metrics={{{metrics}}})"
+
+
+class EventMetrics(dict[str, float]):
+    """The metrics of an event, which hooks, history and files share; a copy is a plain dict."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        advice = "return {name: number} from the hook to add numbers, or change dict(event.metrics)"
+        refuse("event.metrics", "the numbers that were measured", "a change of them", advice)
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
 
 Returned = str | Stop | GoBack | Replace | Reweight | Mapping[str, Any] | None
@@ -249,6 +263,13 @@ class BaseHook:
         if not self._stays:
             self.reset(step)
         self._stays = False
+
+    def rewind(self, step: int) -> None:
+        """Drop what was written for events after `step`, since they come again.
+
+        Called after `open` if a run resumes from a checkpoint with metrics that no hook has seen:
+        those of an open interval, or of a log point before the checkpoint.
+        """
 
     def still_stops(self) -> Stop | None:
         """Return why its state stops the run before any event, or None; called after `open`.
@@ -389,10 +410,16 @@ class HookDispatcher:
         self.replaces_state = any(getattr(h, "replaces_state", False) for h in hooks)
         self._is_timed = any(getattr(h, "needs_hook_seconds", False) for h in hooks)
         self.seconds = 0.0  # spent in events and ends of epochs, if timed
+        self._measured = set[str]()  # the names of metrics
+        # By the name of a number: the last event and hook that returned it, and its value.
+        self._returned: dict[str, tuple[int, int, float]] = {}
 
-    def open(self, step: int, total: int | None) -> None:
+    def open(self, step: int, total: int | None, last_event: int | None = None) -> None:
+        """Open the hooks of a run that begins after `step`; `last_event` is the last they saw."""
         for hook in self.hooks:
             call_optional(hook, "open", step, total)
+            if last_event is not None and last_event < step:
+                call_optional(hook, "rewind", last_event)
         opened, self._opened = self._opened, None  # once, even if the run goes back
         if opened is not None:
             opened()
@@ -421,6 +448,10 @@ class HookDispatcher:
         """Return the event with the numbers of all hooks, and their requests, in order."""
         requests: dict[int, Stop | GoBack | Replace | Reweight] = {}
         began = time.perf_counter()
+        self._measured.update(event.metrics)
+        for name in self._returned.keys() & event.metrics.keys():
+            self._refuse_measured(self._returned[name][1], name)
+        event = event._replace(metrics=EventMetrics(event.metrics))
         for index in self._order:
             start = time.perf_counter()
             try:  # cheaper than `measure`, since there may be an event for each step
@@ -440,7 +471,7 @@ class HookDispatcher:
             elif isinstance(returned, Reweight):
                 requests[index] = returned
             elif isinstance(returned, Mapping):
-                event = event._replace(metrics={**event.metrics, **metric_values(returned)})
+                event = event._replace(metrics=self._add_numbers(event, returned, index))
             elif returned is not None:
                 expected = "a hook to return None, a reason to stop, a request, or numbers by name"
                 refuse(hook_name(self.hooks[index]), expected, tree.describe_value(returned))
@@ -448,6 +479,28 @@ class HookDispatcher:
             self._check(event)
         self._add_seconds(began)
         return event, [requests[index] for index in sorted(requests)]
+
+    def _add_numbers(self, event: Event, returned: Mapping[str, Any], index: int) -> EventMetrics:
+        """Add what a hook returned to the metrics of an event, under new names."""
+        numbers = metric_values(returned)
+        for name, value in numbers.items():
+            if name in self._measured:
+                self._refuse_measured(index, name)
+            if name == "step":
+                expected = "names other than 'step', the name of the step in files"
+                refuse(hook_name(self.hooks[index]), expected, "'step'", "rename the number")
+            step, other, before = self._returned.get(name, (event.step, index, value))
+            is_same = value == before or (math.isnan(value) and math.isnan(before))
+            if step == event.step and other != index and not is_same:
+                names = " and ".join(hook_name(self.hooks[i]) for i in (other, index))
+                got = f"{before:g} and {value:g} at step {step}"
+                refuse(f"hooks: {names}: {name}", "one number", got, "rename one of them")
+            self._returned[name] = event.step, index, value
+        return EventMetrics({**event.metrics, **numbers})
+
+    def _refuse_measured(self, index: int, name: str) -> None:
+        expected = "names of numbers that no step and no evaluation measures"
+        refuse(hook_name(self.hooks[index]), expected, repr(name), "rename the number")
 
     def _add_seconds(self, start: float) -> None:
         if self._is_timed:
@@ -460,6 +513,15 @@ class HookDispatcher:
 
     def set_state(self, state: Sequence[Any]) -> None:
         """Restore the state of hooks by their keys; those of the same key match in order."""
+        known = {hook_key(hook) for hook in self.hooks}
+        missing = dict.fromkeys(key for key, _ in state if key not in known)
+        if missing:
+            warnings.warn(
+                f"hooks: expected {', '.join(missing)}, whose state is in the checkpoint, got no "
+                "such hook, and the state is dropped; a hook with another name or metric, or in a "
+                "wrapper, starts afresh",
+                stacklevel=7,  # at the call of `fit`
+            )
         for key in dict.fromkeys(key for key, _ in state):
             saved = [state for other, state in state if other == key]
             hooks = [hook for hook in self.hooks if hook_key(hook) == key]

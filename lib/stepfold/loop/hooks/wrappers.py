@@ -55,8 +55,17 @@ class HookWrapper:
     def set_state(self, state: Mapping[str, Any]) -> None:
         if not has_state_of(self, state, "kind", "hook"):
             return
-        if state["kind"] == hook_name(self._hook) and state["hook"] is not None:
-            call_optional(self._hook, "set_state", state["hook"])
+        kind, inner = state["kind"], state["hook"]
+        if inner is None:
+            return
+        if kind == hook_name(self._hook):
+            call_optional(self._hook, "set_state", inner)
+        else:
+            warnings.warn(
+                f"hooks: expected {kind} in {hook_name(self)}, as in the checkpoint, got "
+                f"{hook_name(self._hook)}, which starts afresh",
+                stacklevel=9,  # at the call of `fit`
+            )
 
 
 class every(HookWrapper):  # noqa: N801

@@ -173,14 +173,17 @@ def _raise_first(errors: list[BaseException]) -> None:
 class log_to(BaseHook):  # noqa: N801  it is used like a function
     """Write metrics with a writer of stepfold, of clu, or your own.
 
-    When a run starts or resumes, the writer's `resume(step)` drops rows of later steps, so that
-    each step is written once. `flush()` is called in another thread before a checkpoint commits,
-    so that the rows up to its step are durable; its errors are raised at the next event. The
-    numbers of an evaluation that another process made are written at the step at which they arrive,
-    but in the `metrics.jsonl` of a run in the row of the step that was evaluated. At the
-    end the writer is closed. With several processes only the first one writes. `fit(config=…)` is
-    written as hyper-parameters. For images, texts and histograms, call `write_images`,
-    `write_texts` and `write_histograms` of the same writer in a hook.
+    When a run starts or resumes, the writer's `resume(step)` drops rows after the last event that
+    the checkpoint has seen, so that each step is written once. `flush()` is called in another
+    thread before a checkpoint commits, so that the rows up to its step are durable; its errors are
+    raised at the next event. The numbers of an evaluation that another process made are written at
+    the step at which they arrive, but in the `metrics.jsonl` of a run in the row of the step that
+    was evaluated. At the end the writer is closed. With several processes only the first one
+    writes. `fit(config=…)` is written as hyper-parameters. For images, texts and histograms, call
+    `write_images`, `write_texts` and `write_histograms` of the same writer in a hook.
+
+    A run that does not resume moves the files of `jsonl_writer` and `csv_writer` to a folder
+    `previous-1` and so on next to them, with a warning, if they have rows of later steps.
 
     Args:
       writer: an object with a method `write_scalars(step, numbers by name)`. `resume`, `flush` and
@@ -226,12 +229,20 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
     def written_files(self) -> Sequence[Path]:
         return files_of(self._writer)
 
+    @property
+    def writes_here(self) -> bool:
+        """Whether this process writes."""
+        return self._everywhere or jax.process_index() == 0
+
     def reset(self, step: int) -> None:
         self._multiple, self._last = step // self._every if self._every else 0, step
         self._skipped: Event | None = None  # the last event, if it was not written
 
     def open(self, step: int, total: int | None) -> None:
         super().open(step, total)
+        self.rewind(step)
+
+    def rewind(self, step: int) -> None:
         self._last = step
         call_optional(self._active_writer(), "resume", step)
 
@@ -239,6 +250,9 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
         """Pass the config of a run to the writer, as hyper-parameters."""
         with self._lock:
             call_optional(self._active_writer(), "write_hparams", config)
+
+    def get_state(self) -> Any:
+        return None if self._every is None else super().get_state()
 
     def __call__(self, event: Event) -> None:
         is_due = True
@@ -251,14 +265,14 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
             self._last = max(self._last, event.step)
             step = self._last if is_early else event.step
             with self._lock:
-                self._active_writer().write_scalars(step, event.metrics)
+                self._active_writer().write_scalars(step, dict(event.metrics))
         _raise_first(self._errors)
 
     def end_run(self) -> None:
         """Write the last interval of train metrics."""
         if self._skipped is not None:
             with self._lock:
-                self._active_writer().write_scalars(self._skipped.step, self._skipped.metrics)
+                self._active_writer().write_scalars(self._skipped.step, dict(self._skipped.metrics))
             self._skipped = None
 
     def flush(self) -> None:
@@ -278,4 +292,4 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
             _raise_first(self._errors)
 
     def _active_writer(self) -> Any:
-        return self._writer if self._everywhere or jax.process_index() == 0 else Writer()
+        return self._writer if self.writes_here else Writer()

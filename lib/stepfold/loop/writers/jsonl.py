@@ -17,6 +17,8 @@ from stepfold.errors import ConfigError, refuse
 from stepfold.loop.json_files import is_count, open_regular, parse_json
 from stepfold.loop.writers import base
 
+_START = b'{"step": '  # of each line
+
 
 class jsonl_writer(base.FileWriter):  # noqa: N801
     r"""Write JSON lines, one for each step: `{"step": 10, "train/loss": 0.5}`.
@@ -24,12 +26,13 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
     Names keep the order of their first write. Floats round-trip exactly; NaN and inf are written
     as `NaN`, `Infinity` and `-Infinity`, which is not strict JSON, but Python and pandas read it.
     A histogram is written as its `counts` and `edges`, an image as its shape. Hyper-parameters are
-    in the line of the step at which the run starts or resumes, under `hparams`.
+    in the line of the last step before the run starts or resumes, under `hparams`.
 
     The first write creates the file and its folders. The file is up to date after each write, even
     if the process is killed, and durable after `flush`. Rows that a full disk refuses raise an
     error and are written before the next row. An existing file is continued; a line that a kill
-    left incomplete is removed. When the writer is closed, a file `csv` is derived from the lines.
+    left incomplete is removed, and so are the NUL bytes that a power loss leaves, with a warning.
+    When the writer is closed, a file `csv` is derived from the lines.
 
     >>> import pathlib, stepfold as sf, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
@@ -123,7 +126,7 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
         if self._file is None:
             with base.explain_os_errors(self._path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                _check_kind(self._path, b'{"step": ')
+                _check_kind(self._path, _START)
                 if self._csv is not None:
                     _check_kind(self._csv, b"step,")
                 file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -140,7 +143,16 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
         lines = (line for line in _lines_backwards(self._path, file) if line[2] <= last)
         end, self._last_line, self._last_step = next(lines, (0, b"", -1))
         with base.explain_os_errors(self._path):
+            removed = os.pread(file, os.fstat(file).st_size - end, end)
             os.ftruncate(file, end)
+        if _is_lost(removed):
+            left = f"the last row is of step {self._last_step}" if end else "no row is left"
+            warnings.warn(
+                f"{self._path}: expected lines of metrics, got NUL bytes, as a power loss leaves "
+                f"them; they are removed, and {left}",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
 
 class RunWriter(jsonl_writer):
@@ -153,7 +165,9 @@ class RunWriter(jsonl_writer):
         self._write_pending()
         before, after = [], [{"step": step, **row}]
         with _open_regular(self._path) as file:
-            for line in filter(bytes.strip, file):
+            for line in file:
+                if not line.strip() or _is_lost(line):
+                    continue
                 number, known = _parse(self._path, line)
                 if number == step:
                     after[0] = {"step": step, **known, **row}
@@ -214,11 +228,19 @@ def read_rows(
         with _open_regular(path) as file:
             # A kill may leave the last line incomplete, and an editor blank lines.
             for line in file:
-                if line.endswith(b"\n") and line.strip():
+                if line.endswith(b"\n") and line.strip() and not _is_lost(line):
                     step, row = _parse(path, line)
                     if step > until:
                         return
                     yield step, {name: x for name, x in row.items() if type(x) in (int, float)}
+
+
+def has_rows(path: Path) -> bool:
+    """Whether a file is one of `jsonl_writer`, by its first bytes or its name."""
+    if path.suffix == ".jsonl" or not path.is_file():
+        return path.suffix == ".jsonl"
+    with _open_regular(path) as file:
+        return file.read(len(_START)) == _START
 
 
 def last_step(path: base.PathLike) -> int | None:
@@ -266,6 +288,11 @@ def _parse(path: Path, line: bytes) -> tuple[int, dict[str, Any]]:
     return step, dict(row)
 
 
+def _is_lost(content: bytes) -> bool:
+    """Whether there are NUL bytes, which a power loss leaves in place of data; JSON has none."""
+    return b"\0" in content
+
+
 def _lines_backwards(path: Path, file: int) -> Iterator[tuple[int, bytes, int]]:
     """Yield the end, the bytes and the step of each complete line, from the last one on."""
     end = os.fstat(file).st_size
@@ -274,7 +301,7 @@ def _lines_backwards(path: Path, file: int) -> Iterator[tuple[int, bytes, int]]:
             while end:
                 start = view.rfind(b"\n", 0, end - 1) + 1
                 line = view[start:end]
-                if line.endswith(b"\n") and line.strip():
+                if line.endswith(b"\n") and line.strip() and not _is_lost(line):
                     yield end, line, _parse(path, line)[0]
                 end = start
 
@@ -291,6 +318,7 @@ def _check_kind(path: Path, start: bytes) -> None:
     if path.exists():
         with _open_regular(path) as file:
             head = file.read(len(start))
-        if head != start[: len(head)]:
+            is_lost = _is_lost(head) and not any(line.strip(b"\0\n") for line in [head, *file])
+        if head != start[: len(head)] and not is_lost:
             expected = f"a file that begins with {start.decode()!r}, or none"
             refuse(path, expected, f"one that begins with {head!r}", "give another path")
