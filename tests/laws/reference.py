@@ -399,6 +399,13 @@ class Fit:
         return {**directory.temporary, **directory.permanent}[target]
 
 
+def delay_of(log_every):
+    """How many steps after a log point its metrics are read, unless something else is due."""
+    if log_every < 20:
+        return log_every  # at the next log point
+    return 10 if log_every % 10 == 0 or log_every % 8 else 16
+
+
 def has_nonfinite_loss(metrics):
     terms = metrics["loss"].terms.values()
     return any(float(term.count) and not math.isfinite(float(term.total)) for term in terms)

@@ -101,7 +101,7 @@ def test_a_plain_step_passes_few_files(run):
 
 
 def test_a_log_point_passes_few_files(run):
-    """Its metrics are read up to four steps later: that step counts too."""
+    """Its metrics are read at a later step, which counts too."""
     period = run[0][SAVE + 1 : 2 * SAVE]
     assert len(max(period, key=len)) <= 20, sorted(max(period, key=len))
 

@@ -12,6 +12,7 @@ import pytest
 from tests.small import EVAL_STEP, STEP, TX, batches, examples, full_but, loss_fn, start
 
 import stepfold as sf
+from stepfold.loop.step_runner import StepRunner
 
 
 def evaluation(measure=EVAL_STEP, **options):
@@ -74,7 +75,7 @@ def noting_pulls(reads, seen):
 
 @pytest.mark.parametrize("form", ["step", "jitted", "compiled"])
 def test_nothing_waits_for_the_device_between_log_points(form, reads):
-    """Only when some steps after a log point are under way are the metrics before it read."""
+    """Metrics are read when the steps up to the next log point are under way."""
     made = {
         "step": lambda: STEP,
         "jitted": lambda: jax.jit(STEP),
@@ -87,7 +88,7 @@ def test_nothing_waits_for_the_device_between_log_points(form, reads):
         for (number, before), (_, after) in itertools.pairwise(seen)
         if after != before and number
     ]
-    assert read_at == [13, 23, 33]
+    assert read_at == [19, 29]
 
 
 @pytest.mark.filterwarnings("ignore:batches. expected get_state and set_state")
@@ -133,6 +134,20 @@ def test_several_steps_in_a_call_are_few_programs(compiles):
     assert len(compiles) <= 4  # one for each number of steps from one thing to do to the next
 
 
+@pytest.mark.parametrize(
+    ("per_call", "log_every"), [(10, 10), (10, 100), (16, 16), (16, 32), (8, 64), (5, 20)]
+)
+def test_usual_numbers_of_steps_in_a_call_are_one_program(per_call, log_every, monkeypatch):
+    """Of calls as long as asked for, and one more for the last steps."""
+    counts, call = [], StepRunner.__call__
+    note = lambda *given: counts.append(len(given[2])) or call(*given)
+    monkeypatch.setattr(StepRunner, "__call__", note)
+    last = 2 * log_every + per_call + 1
+    options = {"steps": last, "steps_per_call": per_call, "log_every": log_every}
+    sf.fit(STEP, start(), batches(), **options)
+    assert counts == [per_call] * (last // per_call) + [last % per_call]
+
+
 # What a hook is shown
 
 
@@ -152,7 +167,10 @@ def test_a_hook_is_shown_every_log_point_and_every_evaluation():
 
 @pytest.mark.parametrize(
     ("log_every", "per_call", "is_exact", "ahead"),
-    [(5, 1, False, 2), (20, 1, False, 4), (20, 3, False, 4), (20, 16, False, 4), (20, 3, True, 0)],
+    [
+        *((5, 1, False, 5), (19, 3, False, 19), (20, 1, False, 10), (20, 3, False, 10)),
+        *((24, 16, False, 16), (40, 1, False, 10), (20, 3, True, 0)),
+    ],
 )
 def test_the_state_that_a_hook_is_shown_is_a_few_steps_ahead_unless_it_is_exact(
     log_every, per_call, is_exact, ahead
@@ -162,7 +180,8 @@ def test_the_state_that_a_hook_is_shown_is_a_few_steps_ahead_unless_it_is_exact(
     hook.needs_exact_state = is_exact
     options = {"log_every": log_every, "steps_per_call": per_call, "hooks": sf.only_warn(hook)}
     sf.fit(STEP, start(), itertools.islice(batches(), last), **options)
-    assert found == [*((step, ahead) for step in range(log_every, last, log_every)), (last, 0)]
+    log_points = [*range(log_every, last, log_every), last]
+    assert found == [(step, min(ahead, last - step)) for step in log_points]
 
 
 def test_a_hook_is_closed_at_the_end_and_after_an_error():

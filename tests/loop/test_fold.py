@@ -2,11 +2,10 @@
 
 import math
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.small import STEP, start
+from tests.small import STEP, batches, start
 
 import stepfold as sf
 from stepfold.loop.data import BatchFeed
@@ -160,53 +159,61 @@ def test_a_checkpoint_of_other_types_is_refused(name, value):
         Run.start(start(), 0, 0, 20, {}).from_checkpoint({**saved, name: value}, start(), 3)
 
 
-# Of Python functions of this library: in a step between two log points, and more at a log point.
-MOST_CALLS, MOST_CALLS_TO_LOG = 12, 220
+# Of Python and C functions: in a step more than in the bare loop, and at a log point. "everything"
+# has a directory, checkpoints, an evaluation and a hook too.
+MOST_CALLS = {"plain": (20, 320), "everything": (20, 450)}
 COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")  # functions until Python 3.12
 
 
-def test_a_step_and_a_log_point_make_few_calls():
-    """Bounds that count, since a time depends on the machine."""
-    calls, library = [0], str(Path(sf.__file__).parent)
+class Counted:
+    """Batches that count the calls of the loop from the pull of step 41 to that of step 241."""
 
-    def count(frame, event, _):
-        code = frame.f_code
-        is_function = event == "call" and code.co_name not in COMPREHENSIONS
-        calls[0] += is_function and code.co_filename.startswith(library)
+    def __init__(self):
+        self.inner, self.pulled, self.calls = batches(), 0, 0
 
-    def cost(steps, log_every):
-        calls[0] = 0
-        sys.setprofile(count)
-        try:
-            sf.fit(STEP, start(), BATCHES * steps, steps=steps, log_every=log_every)
-        finally:
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.pulled += 1
+        if self.pulled == 41:
+            sys.setprofile(self.count)
+        elif self.pulled == 241:
             sys.setprofile(None)
-        return calls[0]
+        return next(self.inner)
 
-    cost(20, 10)
-    a_step = (cost(220, 1000) - cost(20, 1000)) / 200
-    ten_steps = (cost(220, 10) - cost(20, 10)) / 20
-    assert a_step <= MOST_CALLS
-    assert ten_steps - 10 * a_step <= MOST_CALLS_TO_LOG
+    def count(self, frame, event, _):
+        is_function = event == "call" and frame.f_code.co_name not in COMPREHENSIONS
+        self.calls += is_function or event == "c_call"
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
 
 
-def test_a_run_is_described_in_a_line_however_long_an_interval_is():
-    seen = []
+@pytest.mark.parametrize("kind", MOST_CALLS)
+def test_a_step_and_a_log_point_make_few_calls(kind, tmp_path):
+    """Bounds that count, since a time depends on the machine."""
 
-    class Look:
-        name = "look"
+    def bare(pulled):
+        state = start()
+        for _ in range(250):
+            state, _ = compiled(state, next(pulled))
 
-        def next(self, run):
-            return run.step + 1500
+    def fitted(log_every):
+        options = {"steps": 250, "log_every": log_every, "hooks": [sf.progress("none")]}
+        if kind == "everything":
+            options["run_dir"] = tmp_path / f"{log_every}"
+            options["checkpoints"] = sf.Checkpoints(every=10**6, best="eval/loss")
+            options["evaluation"] = sf.Evaluation(lambda state: {"loss": 1.0}, every=10**6)
+            options["hooks"].append(sf.stop_early("eval/loss", patience=3))
+        return lambda pulled: sf.fit(STEP, start(), pulled, **options)
 
-        def is_due(self, run):
-            seen.extend([run] if run.step == 1500 else [])
-            return False
+    def cost(loop):
+        counted = Counted()
+        loop(counted)
+        return counted.calls / 200
 
-        def __call__(self, run):
-            return run
-
-    data = [{"x": np.zeros(1, np.float32)}] * 1501
-    sf.fit(STEP, start(), data, log_every=5000, hooks=[Look(), sf.progress("none")])
-    assert repr(seen[0]) == "Run(step=1500, total=None, began=0, end=None)"
-    assert repr(seen[0].current) == "Steps(1500 calls, step=0)"
+    compiled = sf.compile_step(STEP, start(), next(batches()))
+    a_bare_step, a_step, with_logs = cost(bare), cost(fitted(1000)), cost(fitted(10))
+    found = a_step - a_bare_step, 10 * (with_logs - a_step)
+    assert all(n <= most for n, most in zip(found, MOST_CALLS[kind], strict=True)), found

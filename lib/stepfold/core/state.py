@@ -393,9 +393,11 @@ def _any_nan(leaves: list[Any]) -> jax.Array:
 
 def check_not_donated(state: Any, root: str = "state") -> None:
     """Refuse a state with donated arrays, with the path of the first one."""
-    for name, leaf in tree.named_leaves(state, root):
+    leaves: list[Any] = jax.tree.leaves(state)
+    for index, leaf in enumerate(leaves):
         is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
         if is_concrete and leaf.is_deleted():
+            name, _ = tree.named_leaves(state, root)[index]
             raise ConfigError(
                 f"{name}, …: the arrays were donated to an earlier call and are gone; go on with "
                 "the state that it returned"

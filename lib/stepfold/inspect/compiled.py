@@ -37,6 +37,9 @@ class _WouldTraceError(Exception):
     """Raised inside jax when a call is about to trace the step again."""
 
 
+_CALL_ERRORS = AttributeError, TypeError, ValueError, RuntimeError  # of jax, for its arguments
+
+
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class CompiledStep:
     """A step compiled for given shapes and dtypes of state and batch, by `compile_step`.
@@ -74,18 +77,31 @@ class CompiledStep:
         """Run the step."""
         try:
             return self._call(state, batch)
-        except (_WouldTraceError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-            if is_exhausted(error):
-                raise exhausted(error, self.state, self.batch, self.compiled) from error
-            if _runs_uncompiled(state, batch):
-                return self.step(state, batch)
-            check_here(jax.tree.leaves(self.state)[0].sharding.device_set)
-            if any(map(is_weak, jax.tree.leaves(state))) and not tree.diff(self.state, state):
-                # A hand-made state may have Python numbers. The state that a step returns has none.
-                return self(strengthen(state), batch)
-            self._check_arguments(state, batch, error)
-            if not isinstance(error, _WouldTraceError):
-                raise
+        except (_WouldTraceError, *_CALL_ERRORS) as error:
+            return self._call_otherwise(state, batch, error)
+
+    def call_current(self, state: Any, batch: Any) -> Any:
+        """Run the step; None if jit, under its present settings, would run another program."""
+        try:
+            return self._jitted(state, batch)
+        except _WouldTraceError:
+            return None
+        except _CALL_ERRORS as error:
+            return self._call_otherwise(state, batch, error)
+
+    def _call_otherwise(self, state: Any, batch: Any, error: Exception) -> Any:
+        """Run the step after a call that has failed, or raise an error that explains why."""
+        if is_exhausted(error):
+            raise exhausted(error, self.state, self.batch, self.compiled) from error
+        if _runs_uncompiled(state, batch):
+            return self.step(state, batch)
+        check_here(jax.tree.leaves(self.state)[0].sharding.device_set)
+        if any(map(is_weak, jax.tree.leaves(state))) and not tree.diff(self.state, state):
+            # A hand-made state may have Python numbers. The state that a step returns has none.
+            return self(strengthen(state), batch)
+        self._check_arguments(state, batch, error)
+        if not isinstance(error, _WouldTraceError):
+            raise error
         # The arguments fit, but jit would trace again: a batch on the host instead of on the mesh,
         # other jax settings, or cleared caches. The executable accepts them. It does not compare
         # weak types, so these are checked in Python from now on.

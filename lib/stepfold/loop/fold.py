@@ -136,7 +136,8 @@ def next_due(parts: Sequence[Part], run: Run) -> float:
         if (step := part.next(run)) <= run.step:
             expected = f"next(run) to be a step after {run.step}"
             refuse(f"the part {part.name!r}", expected, repr(step), "return math.inf for none")
-        following = min(following, step)
+        if step < following:
+            following = step
     return following
 
 
@@ -225,9 +226,8 @@ class Alone:
     def pull(self, feed: BatchFeed, run: Run, until: float) -> tuple[Run, list[Any]]:
         """Pull the batches of a call, which goes past no step after `until`; or none."""
         batches: list[Any] = []
-        count = min(feed.steps_per_call, until - run.step)
-        while len(batches) < count:
-            step = run.step + len(batches)
+        count = int(min(feed.steps_per_call, until - run.step))
+        for step in range(run.step, run.step + count):
             may_interrupt = feed.can_go_back
             batch = self.wait_for(feed.next_batch, step, run.state, may_interrupt=may_interrupt)
             if batch is NO_VALUE:

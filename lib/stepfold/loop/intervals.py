@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
-from stepfold.loop.metrics import Interval, inherits_from_average, read_interval
+from stepfold.loop.metrics import Interval, read_interval, traits_of
 from stepfold.loop.step_runner import unpack
 
 
@@ -116,7 +116,7 @@ def _rebuild(leaves: dict[str, np.ndarray], like: Mapping[str, Any]) -> dict[str
         expected = tree.named_leaves({name: metric})
         saved = [leaves.get(path) for path, _ in expected]
         # Averages are added up, so shapes must match. Others may collect any number of values.
-        form = _row_form if inherits_from_average(metric, "merge") else np.ndim
+        form = _row_form if traits_of(metric).merges else np.ndim
         if all(
             old is not None and (old.dtype, form(old)) == (leaf.dtype, form(leaf))
             for old, (_, leaf) in zip(saved, expected, strict=True)

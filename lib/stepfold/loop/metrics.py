@@ -7,6 +7,7 @@ other metric merges by its own method.
 import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -36,7 +37,8 @@ class Interval(NamedTuple):
 class PerStepMetrics(Mapping[str, np.ndarray]):
     """Metrics step by step, each computed from its chunks when it is first looked up.
 
-    A metric is left out unless `can_read` accepts all of its chunks.
+    A metric is left out unless `can_read` accepts all of its chunks, which is found out at the
+    first look.
     """
 
     def __init__(
@@ -46,10 +48,17 @@ class PerStepMetrics(Mapping[str, np.ndarray]):
         read: Callable[[Any], np.ndarray],
         prefix: str = "",
     ) -> None:
-        self._stacked = {
-            prefix + name: chunks for name, chunks in stacked.items() if all(map(can_read, chunks))
-        }
+        self._all, self._can_read, self._prefix = stacked, can_read, prefix
         self._read, self._values = read, dict[str, np.ndarray]()
+
+    @cached_property
+    def _stacked(self) -> Mapping[str, Sequence[Any]]:
+        all_chunks = self._all.items()
+        return {
+            f"{self._prefix}{name}": chunks
+            for name, chunks in all_chunks
+            if all(map(self._can_read, chunks))
+        }
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._values:
@@ -74,19 +83,20 @@ def read_interval(chunks: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float]
     A metric that only later steps return is merged over those.
     """
     stacked = {name: [chunk[name] for chunk in chunks if name in chunk] for name in chunks[-1]}
-    merged = {name: _merge_chunks(metrics) for name, metrics in stacked.items()}
+    with _quiet():
+        merged = {name: _merge_chunks(metrics) for name, metrics in stacked.items()}
     values = PerStepMetrics(stacked, has_values, per_step_values, "train/")
     weights = PerStepMetrics(stacked, has_weights, per_step_weights, "train/")
     return metric_values(merged, "train/"), values, weights
 
 
 def _merge_chunks(chunks: Sequence[Any]) -> Any:
-    joined = first = chunks[0]
-    if inherits_from_average(first, "merge"):
-        if len(chunks) > 1:
-            joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
-        return _mean(joined, _sum) if inherits_from_average(first, "compute") else _merge(joined)
-    return _reduce([_merge(chunk) for chunk in chunks])
+    joined, traits = chunks[0], traits_of(chunks[0])
+    if not traits.merges:
+        return _reduce([_merge(chunk) for chunk in chunks])
+    if len(chunks) > 1:
+        joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
+    return _mean(joined, traits, _sum) if traits.computes else _merge(joined)
 
 
 def _reduce(metrics: Sequence[Any]) -> Any:
@@ -95,17 +105,18 @@ def _reduce(metrics: Sequence[Any]) -> Any:
 
 def has_values(stacked: Any) -> bool:
     """Whether a metric can be read step by step: one of totals and weights, or of bits."""
-    return _traits_of(stacked).is_bits or inherits_from_average(stacked, "compute")
+    traits = traits_of(stacked)
+    return traits.is_bits or traits.computes
 
 
 def per_step_values(stacked: Any) -> np.ndarray:
     """Return the value of each step of a metric that `has_values`."""
-    return np.asarray(stacked.words if _traits_of(stacked).is_bits else metric_value(stacked))
+    return np.asarray(stacked.words if traits_of(stacked).is_bits else metric_value(stacked))
 
 
 def has_weights(stacked: Any) -> bool:
     """Whether all that a metric adds up has weights."""
-    return all(_traits_of(term).is_average for term in _terms(stacked))
+    return all(traits_of(term).is_average for term in _terms(stacked))
 
 
 def per_step_weights(stacked: Any) -> np.ndarray:
@@ -114,13 +125,13 @@ def per_step_weights(stacked: Any) -> np.ndarray:
 
 
 def _terms(metric: Any) -> Collection[Any]:
-    return metric.terms.values() if _traits_of(metric).is_term_sum else (metric,)
+    return metric.terms.values() if traits_of(metric).is_term_sum else (metric,)
 
 
 def are_metrics(value: Any) -> bool:
     """Whether a value is metrics by name, as a step returns them."""
     return isinstance(value, Mapping) and all(
-        _traits_of(metric).is_metric for metric in value.values()
+        traits_of(metric).is_metric for metric in value.values()
     )
 
 
@@ -128,31 +139,32 @@ def merge_metrics(metrics: Sequence[Mapping[str, "Metric"]]) -> dict[str, Any]:
     """Merge the metrics of several batches exactly, each over the batches that have it."""
     host: Any = jax.device_get(list(metrics))
     names = dict.fromkeys(name for each in host for name in each)
-    return {name: _merge_batches([each[name] for each in host if name in each]) for name in names}
+    with _quiet():
+        return {name: _merge_batches([m[name] for m in host if name in m]) for name in names}
 
 
 def _merge_batches(metrics: Sequence[Any]) -> Any:
-    if inherits_from_average(metrics[0], "merge"):
-        return jax.tree.map(lambda *leaves: _add(np.stack(leaves)), *metrics)
+    if traits_of(metrics[0]).merges:
+        return jax.tree.map(lambda *leaves: _sum(np.stack(leaves)), *metrics)
     return _reduce(metrics)
 
 
 def _merge(stacked: Any) -> Any:
     """Merge a metric over its leading axis."""
-    if inherits_from_average(stacked, "merge"):
-        return jax.tree.map(_add, stacked)
+    if traits_of(stacked).merges:
+        return jax.tree.map(_sum, stacked)
     count = len(jax.tree.leaves(stacked)[0])
     return _reduce([jax.tree.map(lambda leaf, k=k: leaf[k], stacked) for k in range(count)])
 
 
 def _sum(leaf: Any) -> Any:
     array = np.asarray(leaf)
-    return array.sum(axis=0, dtype=_SUM_DTYPES.get(array.dtype.kind, np.float64))
+    dtype = _SUM_DTYPES.get(array.dtype.kind, np.float64)
+    return np.add.reduce(array, axis=0, dtype=dtype)  # type: ignore[call-overload]
 
 
 # Infinities of both signs add up to NaN, and a metric that has seen nothing is 0 / 0.
-_quietly = np.errstate(divide="ignore", invalid="ignore")
-_add = _quietly(_sum)
+_quiet = functools.partial(np.errstate, divide="ignore", invalid="ignore")
 
 
 def metric_values(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -167,37 +179,39 @@ def metric_value(metric: Any) -> Any:
     """Read one metric; NaN if it has seen nothing."""
     if isinstance(metric, float | int | np.ndarray):  # read, or a number of a hook
         return metric
-    if inherits_from_average(metric, "compute"):
-        return _mean(metric)
-    if _traits_of(metric).is_metric:
+    traits = traits_of(metric)
+    if traits.computes:
+        with _quiet():
+            return _mean(metric, traits)
+    if traits.is_metric:
         with allow_transfers("host_to_device"):  # it was merged on the host
             metric = metric.compute()
     return jax.device_get(metric)
 
 
-def inherits_from_average(metric: Any, method: str) -> bool:
-    """Whether a method of a metric just adds or divides totals and weights, as in `Average`."""
-    return bool(getattr(_traits_of(metric), method))
+class Traits(NamedTuple):
+    """What is known of a class of metrics.
 
-
-class _Traits(NamedTuple):
-    """What is known of a class of metrics: what it is, and which methods are those of `Average`."""
+    It `merges` or `computes` if that method is the one of `Average`: it adds totals and weights, or
+    divides them.
+    """
 
     is_metric: bool
     is_average: bool
     is_term_sum: bool
     is_bits: bool
-    merge: bool
-    compute: bool
+    merges: bool
+    computes: bool
 
 
-def _traits_of(metric: Any) -> _Traits:
+def traits_of(metric: Any) -> Traits:
+    """Return the traits of the class of a metric."""
     cls: Any = type(metric)
     return _traits_of_class(cls)
 
 
 @functools.lru_cache(maxsize=256)  # called for each metric at each log point
-def _traits_of_class(cls: type) -> _Traits:
+def _traits_of_class(cls: type) -> Traits:
     from clu.metrics import Average, Metric
 
     from stepfold.core.metrics import DifferentLeaves, TermSum
@@ -208,13 +222,12 @@ def _traits_of_class(cls: type) -> _Traits:
         for method in ("merge", "compute")
     ]
     is_bits = issubclass(cls, DifferentLeaves)
-    return _Traits(issubclass(cls, Metric), is_average, is_sum, is_bits, *inherits)
+    return Traits(issubclass(cls, Metric), is_average, is_sum, is_bits, *inherits)
 
 
-@_quietly
-def _mean(metric: Any, add: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+def _mean(metric: Any, traits: Traits, add: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
     """Divide totals by weights after adding them up; terms that have seen nothing are left out."""
-    if not _traits_of(metric).is_term_sum:
+    if not traits.is_term_sum:
         return _divide(add(metric.total), add(metric.count))
     counts = [add(term.count) for term in metric.terms.values()]
     totals = [add(term.total) for term in metric.terms.values()]
@@ -228,10 +241,11 @@ def _divide(total: Any, count: Any) -> Any:
 
 
 def _flatten(name: str, value: Any, values: dict[str, float]) -> None:
-    if isinstance(value, Mapping):
+    is_number = isinstance(value, float)  # in most cases; the other tests take longer
+    if not is_number and isinstance(value, Mapping):
         for key, inner in value.items():
             _flatten(f"{name}/{key}", inner, values)
-    elif type(value) is not float and np.ndim(value):
+    elif not is_number and np.ndim(value):
         if np.ndim(value) > 1:
             warnings.warn(
                 f"{name}: expected a number or a vector, got {tree.describe_value(value)}, which "
@@ -274,7 +288,9 @@ class History(dict[str, Curve]):
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self.setdefault(name, Curve()).add(step, float(value))
+            if name not in self:
+                self[name] = Curve()
+            self[name].add(step, float(value))
 
     def get_state(self) -> dict[str, list[bytes]]:
         """Return the last points of each curve, as bytes of steps and values."""

@@ -49,10 +49,9 @@ class Log:
         self._series = series
 
     def next(self, run: Run) -> float:
-        reads = (each.step + self._plan.delay for each in run.closed)
-        return min(
-            [self._plan.next_log_point(run.step), *(step for step in reads if step > run.step)]
-        )
+        reads = [each.step + self._plan.delay for each in run.closed]
+        later = [step for step in reads if step > run.step]
+        return min([self._plan.next_log_point(run.step), *later])
 
     def is_due(self, run: Run) -> bool:
         if self._ends_interval(run):
@@ -121,8 +120,8 @@ class Log:
         )
         event, requests = self._call(event)
         run = run.log(event.step, event.metrics)._replace(hook_states=self._hooks.get_state())
-        at = self._plan.read_step(event.step) if kind == "train" else run.step
         for request in requests:
+            at = self._plan.read_step(event.step) if kind == "train" else run.step
             if isinstance(request, Replace | Reweight):
                 run = self._replace(run, request, at)
             else:

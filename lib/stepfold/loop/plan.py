@@ -7,7 +7,7 @@ from typing import Any
 
 from stepfold.data.epochs import EpochEnds
 
-_MAX_DELAY = 4  # steps that are dispatched before the metrics of a log point are read
+_LONG = 20  # steps between log points, from which on the next one is too late to read metrics
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Plan:
 
     The device needs work while hooks run, so the metrics of a log point are read `delay` steps
     later, at the step `read_step(log_point)`. They are read at once where an evaluation, a save,
-    the end of an epoch or the end of the run depends on what hooks say.
+    the end of an epoch or the end of the run depends on what hooks say. No call of several steps
+    crosses that step, so `delay_of` chooses one that usual calls reach anyway.
 
     Attributes:
       log_every: the steps between log points, counted from step 0 of the state.
@@ -40,8 +41,14 @@ class Plan:
 
     @staticmethod
     def delay_of(log_every: int) -> int:
-        """Return the delay for this distance of log points, if nothing needs the exact state."""
-        return min(_MAX_DELAY, max(1, log_every // 2))
+        """Return the delay for this distance of log points, if nothing needs the exact state.
+
+        Metrics are read at the next log point; if that is 20 steps away or more, they are read 10
+        steps later, or 16 for multiples of 8 that are none of 10.
+        """
+        if log_every < _LONG:
+            return log_every
+        return 16 if log_every % 8 == 0 and log_every % 10 else 10
 
     def is_log_point(self, step: int) -> bool:
         """Whether an interval of train metrics ends with a step."""
@@ -49,9 +56,10 @@ class Plan:
 
     def is_due(self, item: Any, step: int) -> bool:
         """Whether one of `recurring` is due after a step."""
-        epochs = self.epochs_done(step)
-        by_epoch = bool(epochs and item.every_epochs and epochs % item.every_epochs == 0)
-        return by_epoch or bool(item.every and step % item.every == 0)
+        if item.every and step % item.every == 0:
+            return True
+        epochs = self.epochs_done(step) if item.every_epochs else None
+        return epochs is not None and epochs % item.every_epochs == 0
 
     def epochs_done(self, step: int) -> int | None:
         """Return the number of epochs done if one ends with a step, else None."""
@@ -80,7 +88,7 @@ class Plan:
         following: list[float] = [step + self.log_every - step % self.log_every]
         following += [self._next_epochs(step, 1)] if self.logs_epochs else []
         following += [] if self.total is None else [self.total]
-        return min(each for each in following if each > step)
+        return min([each for each in following if each > step])
 
     def next_due(self, item: Any, step: int) -> float:
         """Return the first step after one at which one of `recurring` is due."""

@@ -222,11 +222,11 @@ class Run(NamedTuple):
 
     def after(self, state: Any, returned: Any, batches: Sequence[Any]) -> "Run":
         """Return the run after a call of the step on some batches."""
-        # Not `_replace`, which takes longer, since this is for each step.
+        # Not `_replace` or `_make`, which take longer, since this is for each step.
         current = Steps((returned, self.current.returned), self.current.before)
         count = len(batches)
         begin = state, self.step + count, self.batches_used + count, current, batches[-1], False
-        return Run._make((*begin, *self[_KEPT_BY_STEPS]))  # type: ignore[misc]
+        return tuple.__new__(Run, (*begin, *self[_KEPT_BY_STEPS]))  # type: ignore[misc]
 
     @property
     def is_at_start(self) -> bool:
@@ -277,7 +277,7 @@ class Run(NamedTuple):
     @property
     def end(self) -> Request | None:
         """The request that ends the run now, if any."""
-        due = self.requests.due(self.step)
+        due = self.requests.due(self.step) if self.requests else None
         has_all = self.total is not None and self.step >= self.total
         if has_all and (due is None or due.kind < Kind.END):
             stop = Stop("completed", f"all {self.total} steps were done")

@@ -62,7 +62,8 @@ class Save:
             permanent = is_needed or run.step == run.began
             return is_asked or self._what(run, permanent=permanent, is_needed=is_needed) is not None
         # First, since the series notes what kind of save is due.
-        is_due = series.due(run.step, epoch=self._plan.epochs_done(run.step))
+        epoch = self._plan.epochs_done(run.step) if series.policy.every_epochs else None
+        is_due = series.due(run.step, epoch=epoch)
         return run.end is None and (is_due or is_asked or self._is_needed(run))
 
     def __call__(self, run: Run) -> Run:

@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -45,8 +46,8 @@ class StepRunner:
         self._step = step
         self.is_compiled = isinstance(step, CompiledStep) or hasattr(step, "lower")
         self._programs: dict[tuple[int, int], Step] = {}  # by batch size and batches in a call
-        # All programs of the step, from this run or earlier ones. Only of functions, since other
-        # callables may change.
+        # All programs of the step, from this run or earlier ones, by signature; and the last one by
+        # the number of batches in a call. Only of functions, since other callables may change.
         is_function = isinstance(step, types.FunctionType)
         self._kept: dict[Any, CompiledStep] = (
             step.__dict__.setdefault("__stepfold_programs__", {}) if is_function else {}
@@ -90,6 +91,12 @@ class StepRunner:
         settings: Any = jax.config
         if settings.jax_disable_jit:  # for eager debugging
             return _packed_step(self._step, count)(state, batch)
+        last = self._kept.get(count)
+        if last is not None and not self.batch_size:  # of several sizes, all are compiled first
+            result: tuple[Any, Any] | None = last.call_current(state, batch)
+            if result is not None:
+                self._programs[self.batch_size, count] = last
+                return result
         program = self._compile(count, state, batch)
         if self._later:
             for size in self._later:
@@ -105,6 +112,7 @@ class StepRunner:
             _logger.info("compiled the step for batches of %s", sizes)
             self._later = []
         self._programs[self.batch_size, count] = program
+        self._kept[count] = program
         return program(state, batch)  # type: ignore[no-any-return]
 
     def _compile(self, count: int, state: Any, batch: Any) -> CompiledStep:
@@ -205,13 +213,12 @@ def _pack(metrics: dict[str, Any]) -> PackedMetrics:
 
 def unpack(calls: Sequence[Any]) -> list[Any]:
     """Return the metrics of calls on the host, in chunks of steps with equal shapes."""
-    return [_unpack(list(group)) for _, group in itertools.groupby(calls, _layout_of)]
+    layout_of = attrgetter("layout") if isinstance(calls[0], PackedMetrics) else _form_of
+    return [_unpack(list(group)) for _, group in itertools.groupby(calls, layout_of)]
 
 
-def _layout_of(call: Any) -> Any:
+def _form_of(call: Any) -> Any:
     """Return what calls must have in common for their metrics to be stacked."""
-    if isinstance(call, PackedMetrics):
-        return call.layout
     leaves, structure = jax.tree.flatten(call)
     return structure, [np.shape(leaf) for leaf in leaves]
 

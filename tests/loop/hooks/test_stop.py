@@ -159,7 +159,7 @@ def test_it_keeps_the_first_such_step_of_a_run_and_its_metrics():
 @pytest.mark.parametrize(
     ("losses", "options", "message"),
     [
-        ([0.0] * 3 + [np.nan] + [0.0] * 4, {}, "train/loss is nan in step 4; stopped at step 5"),
+        ([0.0] * 3 + [np.nan] + [0.0] * 4, {}, "train/loss is nan in step 4; stopped at step 6"),
         ([1.0, None, 1.0, 1.0], {}, "the batches ended at step 4"),
         ([1.0, np.nan, 1.0, 1.0], {"skip_nonfinite": True}, "the batches ended at step 4"),
     ],

@@ -3,6 +3,7 @@
 import math
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -103,11 +104,12 @@ class Reweight(NamedTuple):
     """A request of a hook: change the weights of the mixture that the batches are made of.
 
     The batches have to be those of `sf.batches(sf.mix(…), …)`, prefetched or not. After an
-    evaluation, the next batch is the first with the new weights. At a log point it may be up to
-    four batches later, because metrics are read while later steps run: up to the next evaluation,
-    save or end of the run. It does not depend on `steps_per_call`, nor on where an interrupted run
-    resumes. The change is part of the position of the batches. So a resumed run has it, and one
-    that goes back to a checkpoint before it does not. `run.json` notes the step and the reason.
+    evaluation, the next batch is the first with the new weights. At a log point it is later,
+    because metrics are read while later steps run: at the next log point, evaluation, save or end
+    of the run, or 10 or 16 batches later. It does not depend on `steps_per_call`, nor on where an
+    interrupted run resumes. The change is part of the position of the batches. So a resumed run has
+    it, and one that goes back to a checkpoint before it does not. `run.json` notes the step and the
+    reason.
 
     With several processes, the hook needs `replaces_state = True`, as for a `Replace`, and all
     processes have to return the same.
@@ -135,7 +137,7 @@ class Event(NamedTuple):
       step, total: the number of steps done, and at the end of the run, or None if unknown.
       metrics: numbers by name: `train/loss` over the steps since the last log point, `eval/loss`.
         A hook cannot change them; it returns more numbers, under names of its own.
-      state: the state. At a log point it may be up to four steps ahead, because metrics are read
+      state: the state. At a log point it may be up to 19 steps ahead, because metrics are read
         while later steps run; a hook with `needs_exact_state = True` gets the state of `step`.
         Its containers are the event's own, so that writing into them does not change the training;
         return a `Replace` for that.
@@ -354,14 +356,16 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.counts: dict[str, int] = {}  # how often a part was measured
+        self.seconds = defaultdict[str, float](float)
+        self.counts = defaultdict[str, int](int)  # how often a part was measured
         self.ended_at: float | None = None  # on the clock of `time.perf_counter`
 
-    def add(self, part: str, start: float) -> None:
-        """Add the time since `start`."""
-        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
-        self.counts[part] = self.counts.get(part, 0) + 1
+    def add(self, part: str, start: float) -> float:
+        """Add the time since `start`, and return the present one."""
+        now = time.perf_counter()
+        self.seconds[part] += now - start
+        self.counts[part] += 1
+        return now
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
@@ -402,7 +406,8 @@ class HookDispatcher:
     ) -> None:
         self.hooks, self.stopwatch = hooks, stopwatch or Stopwatch()
         self._opened, self._check = opened, check
-        self._parts = [f"hook {hook_key(hook).rpartition('.<locals>.')[2]}" for hook in hooks]
+        self._keys = [hook_key(hook) for hook in hooks]
+        self._parts = [f"hook {key.rpartition('.<locals>.')[2]}" for key in self._keys]
         provides_none = [getattr(hook, "provides", None) in ((), []) for hook in hooks]
         self._order = sorted(range(len(hooks)), key=provides_none.__getitem__)
         self.wants_epochs = any(hasattr(hook, "end_epoch") for hook in hooks)
@@ -447,17 +452,18 @@ class HookDispatcher:
     def dispatch(self, event: Event) -> tuple[Event, list[Any]]:
         """Return the event with the numbers of all hooks, and their requests, in order."""
         requests: dict[int, Stop | GoBack | Replace | Reweight] = {}
-        began = time.perf_counter()
+        began = start = time.perf_counter()
         self._measured.update(event.metrics)
         for name in self._returned.keys() & event.metrics.keys():
             self._refuse_measured(self._returned[name][1], name)
         event = event._replace(metrics=EventMetrics(event.metrics))
         for index in self._order:
-            start = time.perf_counter()
             try:  # cheaper than `measure`, since there may be an event for each step
                 returned = self.hooks[index](event)
             finally:
-                self.stopwatch.add(self._parts[index], start)
+                start = self.stopwatch.add(self._parts[index], start)
+            if returned is None:
+                continue
             if isinstance(returned, str):
                 returned = Stop("hook", returned)
             if isinstance(returned, Stop):
@@ -472,7 +478,7 @@ class HookDispatcher:
                 requests[index] = returned
             elif isinstance(returned, Mapping):
                 event = event._replace(metrics=self._add_numbers(event, returned, index))
-            elif returned is not None:
+            else:
                 expected = "a hook to return None, a reason to stop, a request, or numbers by name"
                 refuse(hook_name(self.hooks[index]), expected, tree.describe_value(returned))
         if self._check is not None:
@@ -508,12 +514,14 @@ class HookDispatcher:
 
     def get_state(self) -> list[Any]:
         """Return the states of hooks by their keys."""
-        states = [[hook_key(hook), call_optional(hook, "get_state")] for hook in self.hooks]
+        pairs = zip(self._keys, self.hooks, strict=True)
+        states = [[key, hook.get_state()] for key, hook in pairs if hasattr(hook, "get_state")]
         return [state for state in states if state[1] is not None]
 
     def set_state(self, state: Sequence[Any]) -> None:
         """Restore the state of hooks by their keys; those of the same key match in order."""
-        known = {hook_key(hook) for hook in self.hooks}
+        # The default line of progress may have given way to another hook.
+        known = {*self._keys, "progress"}
         missing = dict.fromkeys(key for key, _ in state if key not in known)
         if missing:
             warnings.warn(
@@ -524,7 +532,8 @@ class HookDispatcher:
             )
         for key in dict.fromkeys(key for key, _ in state):
             saved = [state for other, state in state if other == key]
-            hooks = [hook for hook in self.hooks if hook_key(hook) == key]
+            pairs = zip(self._keys, self.hooks, strict=True)
+            hooks = [hook for own, hook in pairs if own == key]
             if hooks and len(hooks) != len(saved):
                 warnings.warn(
                     f"hooks: expected {len(saved)} {key}, as in the checkpoint, got {len(hooks)}; "

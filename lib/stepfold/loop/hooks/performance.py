@@ -231,8 +231,8 @@ class profile(BaseHook):  # noqa: N801
     The trace starts at the first train event at or after step `first` and ends at the first one
     `count` steps later: with `log_every=10`, both `profile(100, 10, folder)` and `profile(100, 3,
     folder)` trace 10 steps. It waits for the device at both ends, so no step is traced in part. At
-    an event the next step has been dispatched, so the trace starts with the one after that. If
-    there is an evaluation or a save at one end only, the trace is a step longer or shorter. The
+    an event later steps have been dispatched, so the trace starts after those. If there is an
+    evaluation or a save at one end only, the trace is as many steps longer or shorter. The
     attributes `begun` and `ended` are the steps done when it started and ended, or None. The end of
     the run ends an open trace. A resumed run does not trace the same steps again. With several
     processes, only the first is traced.
