@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -237,11 +238,14 @@ def test_whatever_a_hook_ends_a_run_with_has_the_result(error, tmp_path):
 
 
 def test_a_stop_and_a_signal_say_why_the_run_ended():
-    result = fit(hooks=lambda event: sf.Stop("plateau", "flat") if event.step == 10 else None)
+    stop = lambda event: sf.Stop("plateau", "flat") if event.step == 5 else None
+    result = fit(hooks=stop, log_every=5)
     assert result.stop_reason.kind == "plateau"
     assert str(result.stop_reason).startswith("flat; stopped at step")
     with pytest.raises(KeyboardInterrupt, match=r"result = sys.last_value.result") as caught:
-        fit(hooks=lambda event: signal.raise_signal(signal.SIGINT))
+        # Once, since a second one leaves at once.
+        interrupt = lambda event: signal.raise_signal(signal.SIGINT) if event.step == 5 else None
+        fit(hooks=interrupt, log_every=5)
     assert caught.value.result.stop_reason.kind == "signal"
 
 
@@ -302,6 +306,19 @@ def test_a_long_run_without_a_hook_that_shows_progress_prints_lines(
     fit(hooks=[*hooks, lambda event: {"own": 0.25}])
     lines = [line[:23] for line in capfd.readouterr().err.splitlines()]
     assert lines == (["step 10 of 20  own 0.25", "step 20 of 20  own 0.25"] if is_shown else [])
+
+
+def test_the_average_in_lines_continues_at_a_resume(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(progress_hooks, "_QUIET_SECONDS", -9.0)
+
+    def last_line(*steps):
+        for n in steps:
+            sf.fit(STEP, start(), batches(), steps=n, **saves_at_end(tmp_path / str(len(steps))))
+        return re.sub("  [^ ]* steps/s.*", "", capfd.readouterr().err.splitlines()[-1])
+
+    line = last_line(20)
+    assert line.startswith("step 20 of 20  loss ")
+    assert last_line(10, 20) == line
 
 
 @pytest.mark.parametrize("hooks", [[], [sf.progress("json", file=io.StringIO())]])
@@ -501,7 +518,7 @@ def learn(data=spoilt, **options):
 
 
 def test_a_loss_that_is_no_number_leaves_a_capsule(tmp_path):
-    result = learn(run_dir=tmp_path)
+    result = learn(run_dir=tmp_path, steps=30)
     assert result.stop_reason.message.startswith("train/loss is nan in step 3; stopped at step ")
     assert result.stop_reason.message.endswith(f"; see {tmp_path / 'capsules' / '3'}")
     assert sf.read_capsule(result.capsule.path).metrics.keys() == result.capsule.metrics.keys()
@@ -510,9 +527,9 @@ def test_a_loss_that_is_no_number_leaves_a_capsule(tmp_path):
 def test_without_a_place_for_it_the_capsule_is_on_the_result(tmp_path):
     (tmp_path / "capsules").write_text("in the way")
     with pytest.warns(RuntimeWarning, match="the capsule of step 3 cannot be written") as caught:
-        in_the_way = learn(run_dir=tmp_path)
+        in_the_way = learn(run_dir=tmp_path, steps=30)
     assert [warning.filename for warning in caught] == [__file__]
-    for result in (in_the_way, learn()):
+    for result in (in_the_way, learn(steps=30)):
         assert (result.capsule.step, result.capsule.path) == (3, None)
         assert "see" not in result.stop_reason.message
 
@@ -571,6 +588,7 @@ def test_more_steps_are_counted_from_the_state_and_append_to_the_files(tmp_path)
 def test_more_steps_continue_a_complete_run_and_not_an_interrupted_one(tmp_path):
     fit(steps=20, **saves_at_end(tmp_path))
     stop = lambda event: "enough" if event.step == 30 else None
+    stop.needs_exact_state = True  # so that the run stops there
     cut = fit(steps=None, more_steps=20, hooks=stop, **saves_at_end(tmp_path))
     assert (cut.resumed, cut.stop_reason.kind) == (20, "hook")
     rest = fit(steps=None, more_steps=20, **saves_at_end(tmp_path))
@@ -801,7 +819,7 @@ def test_a_metric_that_a_hook_provides_may_be_watched_though_an_evaluation_lacks
     [
         ({}, [10, 16]),
         ({"batches": batches(epochs=3), "steps": None}, [10, 18]),
-        ({"hooks": lambda event: "enough" if event.step == 8 else None}, [9]),
+        ({"hooks": lambda event: "enough" if event.step == 6 else None}, [8]),
         ({"hooks": lambda event: 1 / (event.step - 8) and None}, []),
     ],
 )

@@ -154,8 +154,6 @@ class progress(BaseHook):  # noqa: N801
 class DefaultProgress(progress):
     """What `fit` shows without a hook of this kind: lines, and nothing of a run of few seconds."""
 
-    run_state = state_key = ()
-
     def __init__(self) -> None:
         super().__init__("lines", name="progress")
 
