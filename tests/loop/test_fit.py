@@ -242,9 +242,9 @@ def test_a_stop_and_a_signal_say_why_the_run_ended():
     result = fit(hooks=stop, log_every=5)
     assert result.stop_reason.kind == "plateau"
     assert str(result.stop_reason).startswith("flat; stopped at step")
+    # Once, since a second one leaves at once.
+    interrupt = lambda event: signal.raise_signal(signal.SIGINT) if event.step == 5 else None
     with pytest.raises(KeyboardInterrupt, match=r"result = sys.last_value.result") as caught:
-        # Once, since a second one leaves at once.
-        interrupt = lambda event: signal.raise_signal(signal.SIGINT) if event.step == 5 else None
         fit(hooks=interrupt, log_every=5)
     assert caught.value.result.stop_reason.kind == "signal"
 
@@ -834,6 +834,35 @@ def test_a_writer_that_leaves_out_intervals_writes_the_last_one(options, written
 
 
 # States and steps of other libraries
+
+
+def by_hand(state, batch):
+    """Return numbers as metrics, of which `sf.fit` knows no weight."""
+    x = batch["x"].sum()
+    return state + x, {"x": x, "two": 2, "is_small": x < 40}
+
+
+@pytest.mark.parametrize("kind", ["step", "jitted", "several in a call"])
+def test_numbers_that_a_step_returns_are_averaged_over_steps(kind, tmp_path):
+    """They have weight one, with each step the same, in the history, the files and a resume."""
+    step = jax.jit(by_hand) if kind == "jitted" else by_hand
+    options = {"log_every": 5, "steps_per_call": 3 if kind.startswith("several") else 1}
+    seen = []
+    note = lambda event: seen.append((event.per_step["train/x"], event.weights["train/x"]))
+    for steps in (8, 12):
+        result = sf.fit(
+            step, jnp.zeros(()), sf.batches({"x": np.arange(24.0, dtype=np.float32)}, 4),
+            steps=steps, hooks=note, **options, **saves_at_end(tmp_path),
+        )  # fmt: skip
+    sums = np.arange(24.0).reshape(6, 4).sum(1)
+    intervals = np.split(np.tile(sums, 2), [5, 8, 10])
+    assert result.history["train/x"].steps == [5, 8, 10, 12]
+    assert result.history["train/x"] == [np.mean(each) for each in intervals]
+    assert result.history["train/two"] == [2.0] * 4
+    assert result.history["train/is_small"] == [np.mean(each < 40) for each in intervals]
+    values, weights = zip(*seen, strict=True)
+    assert np.concatenate(values).tolist() == np.tile(sums, 2).tolist()
+    assert np.concatenate(weights).tolist() == [1.0] * 12
 
 
 def test_weak_types_and_numbers_of_a_state_are_made_strong():

@@ -55,7 +55,7 @@ def no_metrics(metrics):
 
 PAIR = r"step: expected \(state, metrics\) from it, got "
 BY_NAME = r"step: expected metrics by name from it, got "
-SCALAR = lambda state, batch: (state, {"loss": batch["x"].sum()})
+VECTOR = lambda state, batch: (state, {"loss": batch["x"]})
 USE_MEAN = r"step: expected metrics by name .* sf.mean\("
 
 
@@ -68,9 +68,9 @@ USE_MEAN = r"step: expected metrics by name .* sf.mean\("
         (lambda state, batch: (state, {}, None), PAIR),
         (lambda state, batch: {"loss": sf.mean(batch["x"])}, PAIR),
         (lambda state, batch: None, PAIR),
-        *((no_metrics(x), BY_NAME) for x in ({"loss": np.float32(1)}, None, np.float32(1))),
-        (SCALAR, USE_MEAN),
-        (jax.jit(SCALAR), USE_MEAN),
+        *((no_metrics(x), BY_NAME) for x in ({"loss": "low"}, {"loss": 1j}, None, np.float32(1))),
+        (VECTOR, USE_MEAN),
+        (jax.jit(VECTOR), USE_MEAN),
     ],
 )
 def test_what_is_no_step_is_refused(step, message):

@@ -52,7 +52,7 @@ from stepfold.errors import ConfigError, ShardingError, TreeMismatchError, refus
 from stepfold.internals.jax import has_collective, unchecked_axes, without_dead_code
 
 StepFn = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
-"""`(state, batch) -> (state, metrics)`, pure and not jitted."""
+"""`(state, batch) -> (state, metrics)`, pure and not jitted; `fit` takes numbers as metrics too."""
 
 EvalFn = Callable[[TrainState, Any], Metrics]
 """`(state, batch) -> metrics`, pure and not jitted."""

@@ -37,7 +37,8 @@ class _WouldTraceError(Exception):
     """Raised inside jax when a call is about to trace the step again."""
 
 
-_CALL_ERRORS = AttributeError, TypeError, ValueError, RuntimeError  # of jax, for its arguments
+# Raised by jax before it runs a program, for arguments that do not fit.
+_REFUSED = _WouldTraceError, AttributeError, TypeError, ValueError
 
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
@@ -77,16 +78,16 @@ class CompiledStep:
         """Run the step."""
         try:
             return self._call(state, batch)
-        except (_WouldTraceError, *_CALL_ERRORS) as error:
+        except (*_REFUSED, RuntimeError) as error:
             return self._call_otherwise(state, batch, error)
 
     def call_current(self, state: Any, batch: Any) -> Any:
         """Run the step; None if jit, under its present settings, would run another program."""
         try:
             return self._jitted(state, batch)
-        except _WouldTraceError:
+        except _REFUSED:
             return None
-        except _CALL_ERRORS as error:
+        except RuntimeError as error:
             return self._call_otherwise(state, batch, error)
 
     def _call_otherwise(self, state: Any, batch: Any, error: Exception) -> Any:

@@ -87,7 +87,9 @@ def fit(
 
     Args:
       step: a `StepFn`. It is compiled before the first step, once for each batch size. A jitted or
-        compiled one is used as it is.
+        compiled one is used as it is. Its metrics are those of clu, or plain numbers: a number is
+        logged as its mean over the steps, each of which has weight one, whatever the size of its
+        batch.
       state: the initial state. It is donated to the step: do not use it again. Or a function that
         makes it, such as `lambda: sf.init_state(…)`, so that a restart is faster: it is only traced
         if there is a checkpoint to resume from. An abstract state, with shardings, can only resume.

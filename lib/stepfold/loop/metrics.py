@@ -128,11 +128,23 @@ def _terms(metric: Any) -> Collection[Any]:
     return metric.terms.values() if traits_of(metric).is_term_sum else (metric,)
 
 
+def is_metric(value: Any) -> bool:
+    """Whether a value is a metric of clu."""
+    return traits_of(value).is_metric
+
+
 def are_metrics(value: Any) -> bool:
-    """Whether a value is metrics by name, as a step returns them."""
-    return isinstance(value, Mapping) and all(
-        traits_of(metric).is_metric for metric in value.values()
-    )
+    """Whether a value is metrics by name, as an evaluation step returns them."""
+    return isinstance(value, Mapping) and all(map(is_metric, value.values()))
+
+
+def as_metric(stacked: Any) -> Any:
+    """Return the metric of some steps; plain numbers, one of each step, have weight one."""
+    if not isinstance(stacked, np.ndarray):
+        return stacked
+    from clu.metrics import Average
+
+    return Average(total=stacked, count=np.ones(len(stacked), np.float32))
 
 
 def merge_metrics(metrics: Sequence[Mapping[str, "Metric"]]) -> dict[str, Any]:

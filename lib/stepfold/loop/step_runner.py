@@ -7,7 +7,7 @@ array for each dtype, bit for bit, and are unpacked on the host.
 import itertools
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -25,7 +25,7 @@ from stepfold.errors import OutOfMemoryError, RetraceError, refuse
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.inspect.memory import exhausted, is_exhausted
 from stepfold.loop.evaluate import mesh_of
-from stepfold.loop.metrics import are_metrics
+from stepfold.loop.metrics import as_metric, is_metric
 from stepfold.sharding.place import committed_sharding, place_batch
 
 _logger = logging.getLogger("stepfold")
@@ -141,12 +141,14 @@ class StepRunner:
 
 
 def check_step_output(output: Any) -> tuple[Any, dict[str, Any]]:
-    """Check that a step returned a state and metrics by name."""
+    """Check that a step returned a state, and metrics or numbers by name."""
     if not isinstance(output, tuple) or len(output) != 2:
         refuse("step", "(state, metrics) from it", tree.describe_value(output))
     state, metrics = output
-    if not are_metrics(metrics):
-        advice = "return each number as sf.mean(values), so that they merge exactly"
+    has_names = isinstance(metrics, Mapping)
+    others = [x for x in metrics.values() if not is_metric(x)] if has_names else [metrics]
+    if not has_names or not all(tree.is_real(x) and np.ndim(x) == 0 for x in others):
+        advice = "return a number for each name, or sf.mean(values), so that they merge exactly"
         refuse("step", "metrics by name from it", tree.describe_value(metrics), advice)
     return state, dict(metrics)
 
@@ -214,7 +216,8 @@ def _pack(metrics: dict[str, Any]) -> PackedMetrics:
 def unpack(calls: Sequence[Any]) -> list[Any]:
     """Return the metrics of calls on the host, in chunks of steps with equal shapes."""
     layout_of = attrgetter("layout") if isinstance(calls[0], PackedMetrics) else _form_of
-    return [_unpack(list(group)) for _, group in itertools.groupby(calls, layout_of)]
+    chunks = [_unpack(list(group)) for _, group in itertools.groupby(calls, layout_of)]
+    return [{name: as_metric(x) for name, x in chunk.items()} for chunk in chunks]
 
 
 def _form_of(call: Any) -> Any:
