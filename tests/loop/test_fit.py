@@ -1,15 +1,20 @@
 """A call of `fit`: how it ends and goes on, what it refuses, prints, keeps and writes."""
 
 import contextlib
+import copy
 import io
 import itertools
 import json
 import os
+import pickle
 import re
 import signal
 import threading
 import time
+import tracemalloc
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import datasets
 import jax
@@ -831,6 +836,69 @@ def test_a_writer_that_leaves_out_intervals_writes_the_last_one(options, written
     with contextlib.suppress(ZeroDivisionError):
         sf.fit(JITTED, number(), hooks=hooks, log_every=2, evaluation=own, **options)
     assert [step for step, row in writer.rows.items() if "train/at" in row] == written
+
+
+# The history of a long run
+
+
+@pytest.fixture
+def long_run(tmp_path):
+    """Return how to run ten more steps of a run with 50,000 rows, and those as they are saved."""
+    first, folder = 500_000, tmp_path / "run"
+    state = start()._replace(step=jnp.int32(first))
+    options = {"more_steps": 10, **saves_at_end(folder)}
+    options["checkpoints"] = replace(options["checkpoints"], best="eval/loss")
+    options["evaluation"] = sf.Evaluation(lambda state: {"loss": -float(state.step)}, every=5)
+    run = lambda: sf.fit(STEP, jax.tree.map(jnp.copy, state), batches(), **options)
+    run()
+    path = folder / "metrics.jsonl"
+    steps = np.arange(10, first + 1, 10)
+    lines = [json.dumps({"step": n, "train/loss": n / 7}) for n in steps.tolist()]
+    lines[100] = lines[100][:-1] + ', "eval/loss": -1e9}'
+    path.write_text("\n".join(lines) + "\n" + path.read_text())
+    return run, [*steps.tolist(), first + 10, first + 20]
+
+
+def test_a_resume_does_not_read_the_rows_of_a_long_run(long_run, tmp_path):
+    run, steps = long_run
+    tracemalloc.start()
+    try:
+        result = run()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10 * 2**20  # as Python objects, the rows take 42 MiB
+    (tmp_path / "run").rename(tmp_path / "moved")  # it is read now, wherever it is
+    curve = result.history["train/loss"]
+    assert curve.steps == steps
+    assert curve[:-2] == [n / 7 for n in steps[:-2]]
+    assert len(result.history["eval/loss"]) == 5
+    saved = sf.verify(tmp_path / "moved" / "checkpoints")
+    assert [step - steps[-1] for step in saved] == [-15, -10, 0]  # at -5 it was not the best
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        len, list, dict, repr, pickle.dumps, json.dumps, copy.deepcopy, lambda h: h == {},
+        lambda h: {} | h, lambda h: h | {}, lambda h: {**h}, lambda h: h.copy(),
+        lambda h: h.items(), lambda h: "eval/loss" in h, lambda h: h["eval/loss"],
+        lambda h: [*reversed(h)], lambda h: h.get("a"), lambda h: h.pop("b"), bool,
+    ],
+)  # fmt: skip
+def test_a_history_is_read_whoever_looks(look):
+    points = SimpleNamespace(steps=np.array([1.0, 2.0]), values=np.array([0.5, 0.25]))
+    history, whole = History(), History()
+    history.read_later(lambda name: {"eval/loss": points, "a": points})
+    for step in (1, 2):
+        whole.add(step, {"eval/loss": 1 / 2**step, "a": 1 / 2**step})
+    for each in (history, whole):
+        each.add(3, {"b": 4.0, "a": 2.0})
+    found, wanted = look(history), look(whole)
+    assert found == wanted or [*found] == [*wanted]
+    assert [(n, c, c.steps) for n, c in history.items()] == [
+        (n, c, c.steps) for n, c in whole.items()
+    ]
 
 
 # States and steps of other libraries

@@ -245,7 +245,7 @@ class WatchedMetrics:
     def warn_of_unseen(self, history: History) -> None:
         """Warn of metrics that were never measured, not even before a resume."""
         for metric, argument in self.unseen.items() if self.saw_event else ():
-            if metric not in history and not metric.startswith(self._elsewhere):
+            if not history.curve(metric) and not metric.startswith(self._elsewhere):
                 warnings.warn(
                     f"{metric}: expected a metric that is measured, got "
                     f"{', '.join(sorted(history))}; {argument} had no effect",

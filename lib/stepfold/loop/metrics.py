@@ -8,7 +8,7 @@ import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -295,14 +295,72 @@ class Curve(list[float]):
             self.append(value)
 
 
+class Points(Protocol):
+    """Steps and values of a curve, as arrays."""
+
+    @property
+    def steps(self) -> np.ndarray: ...
+    @property
+    def values(self) -> np.ndarray: ...
+
+
+ReadPoints = Callable[[str | None], Mapping[str, Points]]
+"""Reads all curves of a file, or the one of a name."""
+
+
 class History(dict[str, Curve]):
-    """The curve of each metric by name."""
+    """The curve of each metric by name.
+
+    A run that resumes with a file of all metrics does not read that: it is read once somebody looks
+    at the history.
+    """
+
+    _read: ReadPoints | None = None  # what is not read yet
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            if name not in self:
-                self[name] = Curve()
-            self[name].add(step, float(value))
+            curve = dict.get(self, name)
+            if curve is None:
+                self[name] = curve = Curve()
+            curve.add(step, float(value))
+
+    def read_later(self, read: ReadPoints) -> None:
+        """Let `read` return the points before all that are added."""
+        self._read = read
+        self._are_read = set[str]()  # names of curves
+
+    def curve(self, name: str) -> Curve:
+        """Return a curve, which may be empty; the others are not read for that."""
+        if self._read is not None and name not in self._are_read:
+            self._prepend(self._read(name))
+            self._are_read.add(name)
+        return dict.get(self, name, Curve())
+
+    def complete(self) -> None:
+        """Read what is not read yet."""
+        if (read := self._read) is None:
+            return
+        earlier = read(None)
+        self._prepend(earlier)
+        self._read = None
+        known = dict(self)
+        self.clear()
+        self.update({name: known[name] for name in [*earlier, *known]})
+
+    def _prepend(self, earlier: Mapping[str, Points]) -> None:
+        for name in earlier.keys() - self._are_read:
+            curve, points, later = Curve(), earlier[name], dict.get(self, name, Curve())
+            curve.steps = points.steps.astype(np.int64).tolist()
+            curve.extend(points.values.tolist())
+            for step, value in zip(later.steps, later, strict=True):
+                curve.add(step, value)
+            self[name] = curve
+
+    def __bool__(self) -> bool:
+        return dict.__len__(self) > 0 or len(self) > 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return History, (dict(self),)
 
     def get_state(self) -> dict[str, list[bytes]]:
         """Return the last points of each curve, as bytes of steps and values."""
@@ -334,3 +392,25 @@ class History(dict[str, Curve]):
                 f"{_SAVED_POINTS} of them, which a checkpoint keeps; give run_dir=… to keep all",
                 stacklevel=7,  # at the call of `fit`
             )
+
+
+def _after_reading(name: str) -> Callable[..., Any]:
+    """Return a method of `dict` that first reads what a history has not read yet."""
+    method = getattr(dict, name)
+
+    @functools.wraps(method)
+    def look(*histories: Any) -> Any:
+        for history in histories:
+            if isinstance(history, History):
+                history.complete()
+        return method(*histories)
+
+    return look
+
+
+for _name in (
+    *("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__or__"),
+    *("__repr__", "__reversed__", "__ror__", "copy", "get", "items", "keys", "values"),
+    *("__delitem__", "clear", "pop", "popitem", "setdefault"),
+):
+    setattr(History, _name, _after_reading(_name))

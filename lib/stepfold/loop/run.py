@@ -341,7 +341,8 @@ class Run(NamedTuple):
                 raise TypeError(f"{name}: {tree.describe_value(value)}")
         if type(saved["total"]) not in (int, type(None)):
             raise TypeError(f"total: {tree.describe_value(saved['total'])}")
-        history = History(self.history)  # a checkpoint has the last points; earlier ones stay
+        # A checkpoint has the last points, unless all are in a file; earlier ones stay.
+        history = History(self.history if saved["history"] else ())
         history.set_state(saved["history"])
         current, closed = intervals_from_json(saved["buffer"])
         return run.ask(*stop_from_checkpoint(saved["stop"]))._replace(

@@ -3,6 +3,7 @@
 import math
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +17,9 @@ from stepfold.checkpoint.steps import check_shared, read_directory
 from stepfold.core.processes import agreement
 from stepfold.errors import StepfoldError, refuse
 from stepfold.loop.hooks.base import Hook, Stop, Stopwatch
+from stepfold.loop.json_files import open_regular
 from stepfold.loop.programs import Programs
+from stepfold.loop.report.read import Curve, read_curves
 from stepfold.loop.report.report_writer import ReportWriter
 from stepfold.loop.run import Run
 from stepfold.loop.run_info import (
@@ -29,7 +32,7 @@ from stepfold.loop.run_info import (
 from stepfold.loop.session import Session
 from stepfold.loop.upload import Upload
 from stepfold.loop.writers.combinators import async_writer, log_to
-from stepfold.loop.writers.jsonl import RunWriter, jsonl_writer, read_rows
+from stepfold.loop.writers.jsonl import RunWriter, jsonl_writer
 
 
 class RunDirectory:
@@ -143,8 +146,8 @@ class RunDirectory:
     def continue_from(self, session: Session) -> None:
         """Continue from the run of a session, which was restored from a checkpoint.
 
-        The history is read from the rows up to there. Later ones are dropped, since they will be
-        logged again.
+        The history has the rows up to there. Later ones are dropped, since they will be logged
+        again.
         """
         self(session.run)
         self._note_key(session.run)
@@ -197,14 +200,40 @@ class RunDirectory:
         # The checkpoint has the last row; later events may have changed it in the file.
         step, metrics = run.logged_step, run.logged_metrics
         last_row = step - 1 if metrics else step
-        for number, row in read_rows(path, until=last_row):
-            run.history.add(number, row)
-        run.history.add(step, metrics)
         if path.exists() and jax.process_index() == 0:
             writer = jsonl_writer(path)
             writer.resume(last_row)
             writer.write_scalars(step, metrics)
             writer.close()
+        if path.exists():
+            run.history.read_later(_EarlierRows(path, last_row))
+        run.history.add(step, metrics)
+
+
+class _EarlierRows:
+    """The curves of `metrics.jsonl` up to a step, read when they are asked for.
+
+    The file is open until then, since a later run may move it aside.
+    """
+
+    def __init__(self, path: Path, until: int) -> None:
+        self._path, self._until = path, until
+        with open_regular(path) as file:
+            self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def __call__(self, name: str | None) -> Mapping[str, Curve]:
+        with open(os.dup(self._descriptor), "rb") as file:
+            file.seek(0)
+            curves, damaged_lines = read_curves(file, self._until, name)
+        if damaged_lines:
+            warnings.warn(
+                f"{self._path}: expected lines of metrics, got {damaged_lines} that are damaged; "
+                "they are left out of the history",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        return curves
 
 
 class RunLock(Claim):

@@ -13,7 +13,6 @@ from stepfold.core.state import has_nan
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.fold import Alone
 from stepfold.loop.hooks.base import HookDispatcher, Stop, find_save_interval
-from stepfold.loop.metrics import Curve
 from stepfold.loop.parts import Evaluate
 from stepfold.loop.plan import Plan
 from stepfold.loop.run import Kind, Request, Run
@@ -179,7 +178,7 @@ class Save:
         is_measured = any(evaluation.is_scheduled(run) for evaluation in self._evaluations)
         if not is_measured or run.step == series.saved or run.end is not None:
             return False
-        curve = run.history.get(ranking[0], Curve())
+        curve = run.history.curve(ranking[0])
         values = {step: {ranking[0]: x} for step, x in zip(curve.steps, curve, strict=True)}
         is_best = order_by(ranking, values)[:1] == [run.step]
         return is_best if peers.is_alone else broadcast_from_first([is_best])[0]

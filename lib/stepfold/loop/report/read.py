@@ -1,13 +1,14 @@
 """Read a run from its directory: finished, running, killed, or written by an older stepfold."""
 
+import json
+import math
 import os
-from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from stepfold.loop.run_info import read_run_info
 
 _ENTRIES = 1000  # of a folder in which runs are looked for
 _SIBLINGS = 7  # at most; the latest
+_BLOCK = 1 << 18  # bytes of lines that are parsed at once
 
 
 class Curve(NamedTuple):
@@ -82,38 +84,107 @@ def read_metrics(path: Path) -> tuple[dict[str, Curve], dict[str, Any], int]:
 
     A last line that is still being written is left out. Without a file, all are empty.
     """
-    columns = defaultdict[str, Any](lambda: (array("d"), array("d")))  # steps, values
-    hparams: dict[str, Any] = {}
-    damaged_lines = 0
-    if not path.exists():
-        return {}, hparams, damaged_lines
+    rows = _Rows()
+    if path.exists():
+        try:
+            file = open_regular(path)
+        except ValueError as error:
+            advice = "move it away, and the rest of the run is shown without it"
+            refuse(path, "lines of metrics", f"{error}", advice, kind=DataError)
+        with file:
+            rows.read(file)
+    return rows.curves(), rows.hparams, rows.damaged_lines
+
+
+def read_curves(
+    file: BinaryIO, until: float = math.inf, name: str | None = None
+) -> tuple[dict[str, Curve], int]:
+    """Read the curves of a `jsonl_writer` file up to a step, or one of them; count damaged lines.
+
+    For one curve only the lines that have its name are parsed.
+    """
+    rows = _Rows()
+    rows.read(file, until, b"" if name is None else json.dumps(name).encode())
+    curves = rows.curves().items()
+    kept = {n: Curve(*(x[c.steps <= until] for x in c)) for n, c in curves if name in (None, n)}
+    return {n: curve for n, curve in kept.items() if len(curve.steps)}, rows.damaged_lines
+
+
+class _Rows:
+    """The rows of a file, as columns."""
+
+    def __init__(self) -> None:
+        self.hparams: dict[str, Any] = {}
+        self.damaged_lines = 0
+        self._columns = defaultdict[str, list[Curve]](list)  # pieces of curves
+
+    def read(self, file: BinaryIO, until: float = math.inf, needle: bytes = b"") -> None:
+        """Read the lines with `needle` in them, up to a step or a block further."""
+        while lines := file.readlines(_BLOCK):
+            last = lines.pop() if not lines[-1].endswith(b"\n") else lines[-1]
+            lines = [line for line in lines if needle in line]
+            if not self._add_at_once(lines):
+                for line in lines:
+                    self._add(line)
+            if until < math.inf and last.endswith(b"\n") and _step_of(last) > until:
+                return
+
+    def _add_at_once(self, lines: Sequence[bytes]) -> bool:
+        """Add lines that hold nothing but numbers; a fifth of the time of one after the other."""
+        text = b",".join(lines)
+        if text.count(b"{") != len(lines) or b"[" in text or b"\\" in text:
+            return False
+        rows_by_names = defaultdict[tuple[str, ...], list[dict[str, Any]]](list)
+        pieces = []
+        try:
+            for row in json.loads(f"[{text.decode()}]"):
+                rows_by_names[tuple(row)].append(row)
+            for names, rows in rows_by_names.items():
+                steps = np.array([row["step"] for row in rows])
+                for name in names:
+                    values = [row[name] for row in rows]
+                    if not {*map(type, values)} <= {int, float} or not name:
+                        return False
+                    pieces.append((name, Curve(steps, np.array(values, np.float64))))
+                if steps.dtype != np.int64 or steps.min() < 0:
+                    return False
+        except (ValueError, TypeError, KeyError, OverflowError):
+            return False
+        for name, piece in pieces:
+            if name != "step":
+                self._columns[name].append(piece)
+        return True
+
+    def _add(self, line: bytes) -> None:
+        try:
+            row = parse_json(line)
+            step = float(row.pop("step"))
+            numbers = {n: float(v) for n, v in row.items() if n and type(v) in (float, int)}
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            step = -1.0
+        if not 0 <= step < 2**63:
+            self.damaged_lines += 1
+            return
+        self.hparams |= row["hparams"] if isinstance(row.get("hparams"), dict) else {}
+        for name, value in numbers.items():
+            self._columns[name].append(Curve(np.array([step]), np.array([value])))
+
+    def curves(self) -> dict[str, Curve]:
+        """Return the columns in order of their steps, since a file may be assembled by hand."""
+        curves = {}
+        for name, pieces in self._columns.items():
+            steps, values = (np.concatenate([*each]) for each in zip(*pieces, strict=True))
+            order = np.argsort(steps, kind="stable")
+            curves[name] = Curve(steps[order].astype(np.float64), values[order])
+        return curves
+
+
+def _step_of(line: bytes) -> float:
+    """Return the step of a line, or -1 if it is damaged."""
     try:
-        file = open_regular(path)
-    except ValueError as error:
-        advice = "move it away, and the rest of the run is shown without it"
-        refuse(path, "lines of metrics", f"{error}", advice, kind=DataError)
-    with file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            try:
-                row = parse_json(line)
-                step = float(row.pop("step"))
-                numbers = {n: float(v) for n, v in row.items() if n and type(v) in (float, int)}
-            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-                step = -1.0
-            if not 0 <= step < 2**63:
-                damaged_lines += 1
-                continue
-            hparams |= row["hparams"] if isinstance(row.get("hparams"), dict) else {}
-            for name, value in numbers.items():
-                columns[name][0].append(step)
-                columns[name][1].append(value)
-    curves = {}
-    for name, (at, values) in columns.items():
-        order = np.argsort(at, kind="stable")  # a file may be assembled by hand
-        curves[name] = Curve(np.array(at)[order], np.array(values)[order])
-    return curves, hparams, damaged_lines
+        return float(parse_json(line)["step"])
+    except (ValueError, TypeError, LookupError):
+        return -1.0
 
 
 def siblings(run: Path) -> list[Path]:

@@ -260,15 +260,22 @@ def write_csv(jsonl_path: base.PathLike, csv_path: base.PathLike) -> None:
     """
     if Path(jsonl_path).exists():
         _check_kind(Path(csv_path), b"step,")
-        rows = [(step, row) for step, row in read_rows(jsonl_path) if row]
-        names = list(dict.fromkeys(name for _, row in rows for name in row))
+        names, pieces = dict[str, None](), list[tuple[int, bytearray]]()  # by number of names
+        for step, row in read_rows(jsonl_path):
+            names.update(dict.fromkeys(row))
+            if row and (not pieces or pieces[-1][0] < len(names)):
+                pieces.append((len(names), bytearray()))
+            if row:
+                cells = [str(step), *(repr(row[name]) if name in row else "" for name in names)]
+                pieces[-1][1].extend((",".join(cells) + "\n").encode())
         # Not by `csv.writer`, which leaves a carriage return in a name unquoted.
         quoted = ('"' + n.replace('"', '""') + '"' if set(n) & set(',"\r\n') else n for n in names)
-        lines = [["step", *quoted]] if names else []
-        for step, row in rows:
-            lines.append([str(step), *(repr(row[name]) if name in row else "" for name in names)])
-        text = "".join(",".join(cells) + "\n" for cells in lines)
-        base.replace_file(Path(csv_path), text.encode())
+        head = ",".join(["step", *quoted]) + "\n" if names else ""
+        # A column that comes later is empty in the lines before.
+        lines = [
+            piece.replace(b"\n", b"," * (len(names) - count) + b"\n") for count, piece in pieces
+        ]
+        base.replace_file(Path(csv_path), b"".join([head.encode(), *lines]))
 
 
 def _to_json(value: base.Value) -> Any:
