@@ -276,8 +276,11 @@ class RecentBatches(Mapping[int, Any]):
         self._sizes: dict[int, int] = {}
 
     def add(self, step: int, batch: Any) -> None:
-        """Keep the batch of a step."""
-        size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(batch))
+        """Keep the batch of a step, unless that would keep memory of devices."""
+        leaves: list[Any] = jax.tree.leaves(batch)
+        if any(isinstance(leaf, jax.Array) for leaf in leaves):
+            return
+        size = sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
         while self._sizes and sum(self._sizes.values()) + size > self.LIMIT:
             self.drop_until(next(iter(self._sizes)))
         if size <= self.LIMIT:

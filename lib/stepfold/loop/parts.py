@@ -47,6 +47,7 @@ class Log:
     ) -> None:
         self._plan, self._feed, self._hooks, self._peers = plan, feed, hooks, peers
         self._series = series
+        self._waited = dict[int, float]()  # by log point: the seconds spent waiting for batches
 
     def next(self, run: Run) -> float:
         reads = [each.step + self._plan.delay for each in run.closed]
@@ -65,6 +66,7 @@ class Log:
     def __call__(self, run: Run) -> Run:
         """Close an interval, or show hooks the first that is closed."""
         if self._ends_interval(run):
+            self._waited[run.step] = self._feed.wait_seconds
             return run.close_interval().mark(self._feed.mark(run.step, run.batches_used))
         if not run.closed or self._peers.error:
             return run
@@ -107,13 +109,14 @@ class Log:
 
     def _show(self, run: Run, interval: Interval, kind: str) -> Run:
         feed, peers = self._feed, self._peers
+        waited = self._waited.pop(interval.step, None) if kind == "train" else None
         leaves, structure = jax.tree.flatten(run.state)
         event = Event(
             **interval._asdict(),
             total=run.total,
             state=jax.tree.unflatten(structure, leaves),  # hooks may change its containers
             batch=run.batch,
-            data_wait_seconds=feed.wait_seconds,
+            data_wait_seconds=feed.wait_seconds if waited is None else waited,
             kind=kind,
             hook_seconds=self._hooks.seconds,
             is_late=kind != "train" and interval.step < run.step,

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from contextlib import nullcontext
 
 import jax
@@ -164,6 +165,21 @@ def test_the_fullest_device_counts_if_it_has_statistics(monkeypatch):
 def run(*hooks, steps=12, log_every=2, **options):
     batches = sf.batches({"x": np.zeros(8, np.float32)}, 4, seed=0)
     return sf.fit(STEP, start(), batches, steps=steps, log_every=log_every, hooks=hooks, **options)
+
+
+def test_the_waits_of_an_interval_are_its_own_whenever_it_is_read():
+    """At the end, two intervals are read at once."""
+
+    def slow():
+        for n in range(30):
+            time.sleep(0.02 if n >= 20 else 0)
+            yield {"x": np.zeros(4, np.float32)}
+
+    result = sf.fit(STEP, start(), slow(), hooks=[sf.throughput()], log_every=10)
+    assert result.history["throughput/waiting"].steps == [20, 30]
+    before, last = result.history["throughput/waiting"]
+    assert before < last
+    assert last > 0.1
 
 
 def traces(folder):

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import weakref
 from collections import namedtuple
 
 import jax
@@ -91,15 +92,25 @@ def test_a_batch_that_is_no_longer_kept_is_reported(monkeypatch):
     reason = "it cannot be read again, and only those from step 9 on were kept"
     assert capsule.lost == (f"the batch: {reason}",)
     assert "not kept: the batch" in str(capsule)
-    batch = jnp.ones(2)
-    feed = BatchFeed(iter([batch]), keep_recent=True)
-    feed.next_batch(0)
-    batch.delete()
-    reason = "it cannot be read again, and was donated to the step"
-    assert take(1, feed).lost == (f"the batch: {reason}",)
     batches = sf.batches(DATA, 4, epochs=1)
     capsule = take(12, batches, DataPosition(0, batches.get_state()))
     assert capsule.lost == ("the batch: when read again, the batches ended before it",)
+
+
+def test_a_batch_on_a_device_is_not_kept():
+    """It would keep memory of the device for each step since the last log point."""
+    alive = []
+
+    def generate():
+        for rows in with_nan(6).reshape(-1, 4):
+            batch = jnp.asarray(rows)
+            alive.append(weakref.ref(batch))
+            assert sum(each() is not None for each in alive) <= 4
+            yield batch
+
+    result = sf.fit(STEP, start(), generate(), log_every=100)
+    reason = "it cannot be read again, and none were kept, since they are on devices or too large"
+    assert (result.capsule.step, result.capsule.lost) == (6, (f"the batch: {reason}",))
 
 
 @pytest.mark.parametrize("kind", [lambda batches: batches, list, sf.prefetch])

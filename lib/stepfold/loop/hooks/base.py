@@ -143,7 +143,7 @@ class Event(NamedTuple):
         return a `Replace` for that.
       per_step: the train metrics of each step since the last log point; empty for an evaluation.
       batch: the last batch that was pulled, as the step got it; None before the first one.
-      data_wait_seconds: the seconds spent waiting for batches since `fit` was called.
+      data_wait_seconds: the seconds spent waiting for batches since `fit` was called, up to `step`.
       hook_seconds: those spent in hooks, measured for hooks with `needs_hook_seconds = True`.
       weights: the weights of `per_step`; 0 for a skipped step, whose value is NaN.
       time: when the step was done, on the clock of `time.perf_counter`, or None.

@@ -23,7 +23,6 @@ from stepfold.checkpoint.manifest import DamageError, ForeignError, read_checked
 from stepfold.checkpoint.policy import save
 from stepfold.checkpoint.steps import sync
 from stepfold.checkpoint.store import complete_steps, open_store
-from stepfold.core.state import is_available
 from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import absolute_path, is_url, read_instance
 from stepfold.errors import CheckpointError, ConfigError, refuse
@@ -139,7 +138,7 @@ def take_capsule(
             checkpoint = CheckpointReference(location, number)
             break
     start, *marks = (_with_changes(feed, each, run.batches_used) for each in [start, *run.marks])
-    if recent:
+    if recent is not None:
         batch, lost = _find_batch(recent, step)
     else:
         batch, lost = _read_batch(batches, step, [start, *marks], began)
@@ -169,7 +168,7 @@ def take_capsule(
         ),
         rollbacks=tuple(map(str, rollbacks)),
         skipped=tuple(getattr(batches, "skipped", None) or ()),
-        can_reread=not lost and not recent,
+        can_reread=not lost and recent is None,
     )
 
 
@@ -183,13 +182,12 @@ def _with_changes(feed: BatchFeed, mark: DataPosition, used: int) -> DataPositio
 
 def _find_batch(recent: Mapping[int, Any], step: int) -> tuple[Any, tuple[str, ...]]:
     """Return the batch of a step from those that the run has kept, or why it is missing."""
-    if step not in recent:
-        reason = f"it cannot be read again, and only those from step {min(recent)} on were kept"
-    elif not is_available(recent[step]):
-        reason = "it cannot be read again, and was donated to the step"
-    else:
+    if step in recent:
         return copy_arrays(recent[step]), ()
-    return None, (f"the batch: {reason}",)
+    kept = "none were kept, since they are on devices or too large"
+    if recent:
+        kept = f"only those from step {min(recent)} on were kept"
+    return None, (f"the batch: it cannot be read again, and {kept}",)
 
 
 def _read_batch(
