@@ -161,7 +161,7 @@ def test_a_checkpoint_of_other_types_is_refused(name, value):
 
 # Of Python and C functions: in a step more than in the bare loop, and at a log point. "everything"
 # has a directory, checkpoints, an evaluation and a hook too.
-MOST_CALLS = {"plain": (20, 320), "everything": (20, 450)}
+MOST_CALLS = {"plain": (20, 330), "everything": (20, 465)}
 COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")  # functions until Python 3.12
 
 
