@@ -52,6 +52,7 @@ class BatchFeed:
         self.batches, self.iterator = batches, iter(batches)
         self.is_iterator = self.iterator is batches
         self.endless = bool(getattr(batches, "endless", False))
+        self._may_reuse_buffers = _may_reuse_buffers(batches, self.iterator)
         methods = "get_state", "set_state"
         self.is_resumable = all(hasattr(self.iterator, method) for method in methods)
         self.steps_per_call = steps_per_call
@@ -116,7 +117,7 @@ class BatchFeed:
             if self.reads_state:
                 self.iterator.read_state(state)
             batch = self.pull()
-            if _may_reuse_buffers(self.batches, self.iterator):
+            if self._may_reuse_buffers:
                 batch = _copy(batch)
             if self.check_next_position:  # the position before the first batch may hold less
                 self._check_position()
