@@ -217,3 +217,25 @@ def test_a_step_and_a_log_point_make_few_calls(kind, tmp_path):
     a_bare_step, a_step, with_logs = cost(bare), cost(fitted(1000)), cost(fitted(10))
     found = a_step - a_bare_step, 10 * (with_logs - a_step)
     assert all(n <= most for n, most in zip(found, MOST_CALLS[kind], strict=True)), found
+
+
+def test_a_run_is_described_in_a_line_however_long_an_interval_is():
+    seen = []
+
+    class Look:
+        name = "look"
+
+        def next(self, run):
+            return run.step + 1500
+
+        def is_due(self, run):
+            seen.extend([run] if run.step == 1500 else [])
+            return False
+
+        def __call__(self, run):
+            return run
+
+    data = [{"x": np.zeros(1, np.float32)}] * 1501
+    sf.fit(STEP, start(), data, log_every=5000, hooks=[Look(), sf.progress("none")])
+    assert repr(seen[0]) == "Run(step=1500, total=None, began=0, end=None)"
+    assert repr(seen[0].current) == "Steps(1500 calls, step=0)"
