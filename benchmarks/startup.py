@@ -21,7 +21,7 @@ from measure import show
 
 IMPORTS = {
     "jax, optax": "import jax, optax",
-    "stepfold": "import stepfold",
+    "stepfold": "from stepfold import *",
     "stepfold.adapter": "import stepfold.adapter",
     "jax, optax, clu": "import jax, optax, clu.metrics",
 }

@@ -307,7 +307,7 @@ def server() -> Iterator[s3.Server]:
 def program_server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
     """Run examples and pages of the guide as programs."""
     drawing = ", matplotlib.pyplot" if request.config.getoption("--full") else ""
-    with ForkServer(f"{PRELOAD}, sklearn.datasets{drawing}") as server:
+    with ForkServer(f"{PRELOAD}import sklearn.datasets{drawing}") as server:
         yield server
 
 

@@ -40,7 +40,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 
 # What every program of the project imports, and what stepfold imports on first use.
-PRELOAD = "import clu.metrics, jax, jax.numpy, numpy, optax, stepfold"
+PRELOAD = """
+import clu.metrics, jax, jax.numpy, numpy, optax, stepfold
+for name in stepfold.__all__:
+    getattr(stepfold, name)
+"""
 # Everything that takes long to import and that most workers of tests use.
 PRELOAD_ALL = f"""
 import importlib, pkgutil, sys
@@ -287,7 +291,7 @@ def clean_environ():
 
     XLA compiles in half the time without most optimizations, as in tests/conftest.py.
     """
-    launchers = ("OMPI_", "PMIX_", "PRTE_", "SLURM_", "JAX_", "XLA_")
+    launchers = ("STEPFOLD_", "OMPI_", "PMIX_", "PRTE_", "SLURM_", "JAX_", "XLA_")
     kept = {key: text for key, text in os.environ.items() if not key.startswith(launchers)}
     cache = {key: text for key, text in os.environ.items() if key.startswith(CACHE)}
     return kept | cache | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
