@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import itertools
 import re
 import subprocess
@@ -29,7 +30,7 @@ LAYERS = [
     {"core"},
     {"internals"},
     {"errors"},
-    {"tree", "table"},
+    {"tree", "table", "cluster"},
 ]
 # The module or package that alone may import a heavy package.
 OWNERS = {
@@ -50,11 +51,12 @@ OWNERS = {
 }
 CORE_MAY_IMPORT = {"stepfold", "jax", "numpy", "optax", "chex", "clu"}
 # The only modules that use the environment: a launcher sets a process's rank in it, libtpu reads
-# its options from it, and worker processes get a changed copy.
+# its options from it, and the processes of workers and of the launcher get a changed copy.
 USE_THE_ENVIRONMENT = {
     Path("sharding/distributed.py"),
     Path("sharding/topology.py"),
     Path("data/worker_pool.py"),
+    Path("cluster/launcher.py"),
 }
 # Tests of more than one package.
 CROSS_PACKAGE_TESTS = {"laws", "faults", "clients", "processes"}
@@ -315,19 +317,36 @@ def test_a_small_module_is_public_or_has_several_importers():
 
 
 def test_all_lists_the_public_names_in_order():
-    public = {name for name in vars(stepfold) if not name.startswith("_")}
-    submodules = {
-        path.parts[0].removesuffix(".py") for path in SOURCES if path.parts[0] != "__init__.py"
-    }
-    assert set(stepfold.__all__) == public - submodules
-    assert stepfold.__all__ == sorted(stepfold.__all__)
+    (block,) = (node for node in parse(Path("__init__.py")).body if isinstance(node, ast.If))
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    typed = {alias.name: node.module for node in block.body for alias in node.names}
+    assert stepfold.__all__ == sorted(typed)
+    for name, module in typed.items():
+        assert getattr(stepfold, name) is getattr(importlib.import_module(module), name)
 
 
 def test_the_package_file_has_no_logic():
-    *body, renamed = parse(Path("__init__.py")).body
-    assert isinstance(renamed, ast.FunctionDef)
-    assert renamed.name == "__getattr__"
-    assert all(isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign) for node in body)
+    *body, names, renamed = parse(Path("__init__.py")).body
+    assert [names.name, renamed.name] == ["__dir__", "__getattr__"]
+    plain = ast.Expr | ast.ImportFrom | ast.Assign | ast.If
+    assert all(isinstance(node, plain) for node in body)
+
+
+def test_a_name_is_imported_on_first_use():
+    """So a command of the launcher starts in milliseconds, and its processes hold little."""
+    code = """
+import sys
+import stepfold.__main__
+others = sorted(name for name in sys.modules if name.partition(".")[0] in ("jax", "numpy"))
+own = {name for name in sys.modules if name.startswith("stepfold.")}
+assert not others, others
+assert own == {f"stepfold.{name}" for name in ("__main__", "cluster", "cluster.launcher")}, own
+import stepfold as sf
+assert "fit" in dir(sf) and "fit" not in vars(sf)
+assert sf.tree.__name__ == "stepfold.tree"
+assert sf.fit is vars(sf)["fit"]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # Whether processes survive the death of another is a setting of jax's that it reads as it starts.
@@ -364,7 +383,8 @@ import logging, os, signal, sys, warnings
 import jax, optax, chex
 before, loaded = (dict(os.environ), signal.getsignal(2)), set(sys.modules)
 warnings.simplefilter("error")
-import stepfold, stepfold.adapter
+import stepfold.adapter
+from stepfold import *
 assert (dict(os.environ), signal.getsignal(2)) == before
 assert not logging.getLogger().handlers
 heavy = set("{HEAVY}".split()) & (sys.modules.keys() - loaded)

@@ -1,8 +1,14 @@
-"""`python -m stepfold evaluate script.py:make RUN_DIR`: evaluate the checkpoints of a run.
+"""The commands of stepfold.
 
-def make():  # what sf.evaluate_run takes
-    state = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))
-    return state, sf.Evaluation(measure, test_batches)
+python -m stepfold launch --processes 4 script.py ...
+    start the processes of one machine, and start all of them again when one dies
+
+python -m stepfold evaluate script.py:make RUN_DIR
+    evaluate the checkpoints of a run
+
+    def make():  # what sf.evaluate_run takes
+        state = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))
+        return state, sf.Evaluation(measure, test_batches)
 """
 
 import argparse
@@ -11,9 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepfold.core.validation import absolute_path, is_url, spell_call, suggest, takes
-from stepfold.errors import ConfigError, StepfoldError, refuse
-from stepfold.loop.evaluator import find_store, follow_run
+from stepfold.cluster import launcher
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,6 +28,9 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
+    text = "start the processes of one machine, and start all of them again when one dies"
+    launch = verbs.add_parser("launch", help=text, description=text)
+    launcher.add_arguments(launch)
     text = "evaluate each checkpoint of a run as it appears, until the run ends"
     evaluate = verbs.add_parser("evaluate", help=text, description=text)
     text = "where to find make() -> (state, evaluations)"
@@ -37,6 +44,10 @@ def main(arguments: Sequence[str]) -> int:
     text = "seconds without a new checkpoint after which to end"
     evaluate.add_argument("--timeout", type=float, metavar="SECONDS", help=text)
     options = parser.parse_args(arguments)
+    if options.verb == "launch":
+        return launcher.run(launcher.launch_from(options, launch))
+    from stepfold.errors import ConfigError, StepfoldError  # imports jax; launch does without
+
     try:
         _evaluate(options)
     except KeyboardInterrupt:
@@ -48,6 +59,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
+    from stepfold.core.validation import absolute_path, is_url, spell_call, suggest, takes
+    from stepfold.errors import refuse
+    from stepfold.loop.evaluator import find_store, follow_run
+
     path, _, name = options.function.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
         expected, advice = "script.py:make", "name a file and its function"

@@ -41,7 +41,7 @@ SRUN = {
 @pytest.fixture
 def environ(monkeypatch):
     """Set what a launcher would, and nothing that one did."""
-    prefixes = ("OMPI_", "SLURM_", "PMIX_", "KUBERNETES_", "JOB_", "TPU_")
+    prefixes = ("STEPFOLD_", "OMPI_", "SLURM_", "PMIX_", "KUBERNETES_", "JOB_", "TPU_")
     for name in [name for name in os.environ if name.startswith(prefixes)]:
         monkeypatch.delenv(name)
 
@@ -101,6 +101,22 @@ def test_it_starts_jax_with_what_a_launcher_says(environ, started):
     assert options["shutdown_timeout_seconds"] == 8
 
 
+LAUNCH = {
+    "STEPFOLD_COORDINATOR": "127.0.0.1:40000",
+    "STEPFOLD_PROCESSES": "3",
+    "STEPFOLD_PROCESS": "1",
+    "STEPFOLD_LOCAL_PROCESS": "2",
+}
+
+
+def test_its_own_launcher_goes_before_one_that_started_it(environ, started):
+    environ(SRUN | LAUNCH)
+    found = start_distributed()
+    assert found == Distributed("python -m stepfold launch", 1, 3, "127.0.0.1:40000")
+    assert str(found).startswith("process 1 of 3 under python -m stepfold launch: ")
+    assert started[0][1]["local_device_ids"] == [2]
+
+
 KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 TPU_POD = {"TPU_WORKER_HOSTNAMES": "host-0,host-1", "TPU_WORKER_ID": "1"}
 
@@ -146,6 +162,7 @@ def test_explicit_arguments_go_before_a_launcher(environ, started):
 @pytest.mark.parametrize(
     "variables",
     [
+        LAUNCH | {"STEPFOLD_PROCESSES": "1", "STEPFOLD_PROCESS": "0"},
         SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},  # srun --pty bash
         SRUN
         | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # the same, in an allocation of 4

@@ -31,8 +31,8 @@ class Distributed:
     """This process among those of a job, and how they were found; `str()` describes it.
 
     Attributes:
-      how: "alone", "Open MPI", "SLURM", "Kubernetes", "TPU pod", "explicit coordinator" or
-        "already started".
+      how: "alone", "python -m stepfold launch", "Open MPI", "SLURM", "Kubernetes", "TPU pod",
+        "explicit coordinator" or "already started".
       process: the index of this process.
       processes: the number of processes.
       coordinator: the address of the coordinator, if known.
@@ -76,7 +76,8 @@ def start_distributed(
 ) -> Distributed:
     """Join the processes of a job in one jax runtime; a no-op in a single process.
 
-    Call it before anything uses a jax device. The same script then runs alone, under Open MPI
+    Call it before anything uses a jax device. The same script then runs alone, under
+    `python -m stepfold launch --processes 2 script.py`, under Open MPI
     (`mpirun -n 2 python script.py`), under SLURM (`srun`; a single task runs alone), and without a
     launcher if given `coordinator`, `processes` and `process`. In an indexed Kubernetes job and on
     a TPU pod, jax finds the other processes. Idempotent. For environments that it does not detect
@@ -269,6 +270,8 @@ def _check_index(job: Distributed) -> None:
 
 def read_launcher(environ: Mapping[str, str]) -> tuple[Distributed, list[int]] | None:
     """Read the variables of a launcher, and the ids of the local devices ([] for all)."""
+    if "STEPFOLD_PROCESSES" in environ:
+        return _own_launcher(environ)
     if "OMPI_COMM_WORLD_SIZE" in environ:
         return _open_mpi(environ)
     # srun sets all of these for a task; a batch script or the shell of an allocation lacks some.
@@ -287,6 +290,15 @@ def _jax_environment(environ: Mapping[str, str]) -> str | None:
     has_chips = os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
     is_tpu_host = has_chips and importlib.util.find_spec("libtpu") is not None
     return "TPU pod" if is_tpu_host and "TPU_SKIP_MDS_QUERY" not in environ else None
+
+
+def _own_launcher(environ: Mapping[str, str]) -> tuple[Distributed, list[int]]:
+    how = "python -m stepfold launch"
+    size, rank, local_rank = (
+        _number(environ, f"STEPFOLD_{name}", how)
+        for name in ("PROCESSES", "PROCESS", "LOCAL_PROCESS")
+    )
+    return Distributed(how, rank, size, environ.get("STEPFOLD_COORDINATOR")), [local_rank]
 
 
 def _open_mpi(environ: Mapping[str, str]) -> tuple[Distributed, list[int]]:
