@@ -14,9 +14,9 @@ from stepfold.inspect.flops import count
 from stepfold.internals import jax as internals
 from stepfold.internals.jax import (
     can_run,
+    compilation_cache,
     compilation_key,
     evaluate_outputs,
-    is_readable_program,
     output_shardings,
     thread_contexts,
     used_inputs,
@@ -181,7 +181,23 @@ def test_placements_are_found_in_equations_that_jit_and_device_put_make():
     assert output_shardings(jax.make_jaxpr(function)()) == expected
 
 
-def test_an_entry_of_the_compilation_cache_is_complete_if_jax_cannot_tell(monkeypatch):
-    assert not is_readable_program(b"neither zlib nor zstd")
-    monkeypatch.delattr("jax._src.compilation_cache.decompress_executable")
-    assert is_readable_program(b"neither zlib nor zstd")
+class Kept(dict):
+    _path = "/nowhere"
+    put = dict.__setitem__
+
+
+def test_programs_are_kept_unless_jax_opens_its_cache_in_another_way(monkeypatch):
+    def compile_in(cache):
+        jax.clear_caches()
+        before = jax.config.jax_compilation_cache_dir
+        jax.config.update("jax_compilation_cache_dir", None)
+        try:
+            with compilation_cache(cache, 0.0):
+                jax.jit(lambda x: x + 1)(1)
+        finally:
+            jax.config.update("jax_compilation_cache_dir", before)
+        return len(cache)
+
+    assert compile_in(Kept()) > 0
+    monkeypatch.delattr("jax._src.compilation_cache.get_file_cache")
+    assert compile_in(Kept()) == 0

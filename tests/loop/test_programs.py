@@ -36,7 +36,7 @@ def train(run_dir, steps, step=None, data=None, **options):
 
 
 def entries(run_dir):
-    return {path for path in (run_dir / "compiled").glob("*-cache") if "step_once" in path.name}
+    return {path for path in (run_dir / "compiled").glob("*-program") if "step_once" in path.name}
 
 
 def test_a_restart_loads_its_programs_and_says_so(tmp_path, capsys):
@@ -136,13 +136,82 @@ def test_a_restart_that_compiles_its_step_says_what_changed(
     assert "jax changed from" in (tmp_path / "report.html").read_text()
 
 
-def test_entries_that_a_killed_process_left_incomplete_are_deleted(tmp_path, recwarn):
+class Plain:
+    """A stand-in for zstandard, which finds no damage."""
+
+    class ZstdCompressor:
+        compress = decompress = staticmethod(bytes)
+
+    ZstdDecompressor = ZstdCompressor
+
+
+def flip(share):
+    def damage(content):
+        at = int(share * (len(content) - 1))
+        return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [*map(flip, (0, 0.1, 0.5, 0.9, 1)), lambda x: x[:-10], lambda x: x[:2], lambda x: b""],
+    ids=["start", "tenth", "middle", "nine tenths", "end", "shorter", "two bytes", "empty"],
+)
+def test_a_damaged_entry_is_replaced_with_a_warning(damage, tmp_path, monkeypatch):
+    monkeypatch.setattr("jax._src.compilation_cache.zstd", None)
+    monkeypatch.setattr("jax._src.compilation_cache.zstandard", Plain)
     train(tmp_path, 2)
     (path,) = entries(tmp_path)
-    path.write_bytes(path.read_bytes()[:-10])
-    train(tmp_path, 4)
-    assert not [w for w in recwarn if "compilation cache" in str(w.message)]
-    assert train(tmp_path, 6)["compiled"]["loaded"]["count"] == 1  # it was written again
+    content = path.read_bytes()
+    path.write_bytes(damage(content))
+    with pytest.warns(UserWarning, match="expected a program as it was written") as caught:
+        compiled = train(tmp_path, 4)["compiled"]
+    assert [str(path) in str(warning.message) for warning in caught] == [True]
+    assert (compiled["loaded"]["count"], compiled["new"]["count"]) == (0, 1)
+    (path,) = entries(tmp_path)
+    assert len(path.read_bytes()) > len(content) / 2
+    compiled = train(tmp_path, 6)["compiled"]
+    assert (compiled["loaded"]["count"], compiled["new"]["count"]) == (1, 0)
+
+
+def test_an_entry_in_place_of_another_is_damaged(tmp_path):
+    files = programs.ProgramFiles(tmp_path / "compiled")
+    files.put("a", b"one")
+    files.put("b", b"another")
+    files.put("b", b"later")  # kept as it is
+    assert (files.get("a"), files.get("b"), files.get("c")) == (b"one", b"another", None)
+    (tmp_path / "compiled/a-program").replace(tmp_path / "compiled/b-program")
+    with pytest.warns(UserWarning, match="b-program: expected a program as it was written"):
+        assert files.get("b") is None
+    assert files.get("b") is None
+
+
+def test_a_full_disk_leaves_no_part_of_an_entry(tmp_path, monkeypatch):
+    def fail(path, content):
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", fail)
+    with pytest.raises(OSError, match="No space left"):
+        programs.ProgramFiles(tmp_path).put("a", b"one")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_start_reads_no_entry_and_deletes_what_a_killed_process_was_writing(
+    tmp_path, monkeypatch
+):
+    train(tmp_path, 2)
+    before = sorted((tmp_path / "compiled").iterdir())
+    for age, name in ((0, "live.new"), (7200, "left.new")):
+        path = tmp_path / "compiled" / name
+        path.touch()
+        os.utime(path, (path.stat().st_mtime - age,) * 2)
+    monkeypatch.setattr("io.open", None)
+    Programs(tmp_path).clean()
+    assert sorted((tmp_path / "compiled").iterdir()) == sorted(
+        [*before, tmp_path / "compiled/live.new"]
+    )
 
 
 def test_the_oldest_entries_beyond_the_limit_are_deleted(tmp_path, monkeypatch):
@@ -150,7 +219,7 @@ def test_the_oldest_entries_beyond_the_limit_are_deleted(tmp_path, monkeypatch):
     (newest,) = entries(tmp_path)
     content = newest.read_bytes()
     for age in range(1, 4):
-        older = newest.with_name(f"older-{age}-cache")
+        older = newest.with_name(f"older-{age}-program")
         older.write_bytes(content)
         os.utime(older, (1000 - age, 1000 - age))
     for other in (tmp_path / "compiled").iterdir():
@@ -159,4 +228,4 @@ def test_the_oldest_entries_beyond_the_limit_are_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(programs, "_MAX_BYTES", 2 * len(content))
     Programs(tmp_path).clean()
     names = sorted(path.name for path in (tmp_path / "compiled").iterdir())
-    assert names == [newest.name, "older-1-cache"]
+    assert names == [newest.name, "older-1-program"]

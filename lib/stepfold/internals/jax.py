@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -94,34 +94,54 @@ def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+class ProgramCache(Protocol):
+    """What jax asks of a compilation cache."""
+
+    _path: Path  # the directory, for jax's log
+
+    def get(self, key: str) -> bytes | None:
+        """Return what was put under a key, if anything."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep a program."""
+
+
 @contextmanager
-def compilation_cache(directory: Path | None, min_seconds: float) -> Iterator[None]:
-    """Keep the programs that a block compiles in a directory; a no-op if jax has a cache already.
+def compilation_cache(cache: ProgramCache | None, min_seconds: float) -> Iterator[None]:
+    """Keep the programs that a block compiles in a cache; a no-op if jax has one already.
 
     Programs that compile in less time are not kept, unless the user has changed jax's threshold.
+
+    jax's own cache checks no entry, and its function that opens one is private. Without it, no
+    program is kept, and a restart compiles.
     """
     settings: Any = jax.config
     is_off = not settings.jax_enable_compilation_cache
-    if directory is None or is_off or settings.jax_compilation_cache_dir:
+    if cache is None or is_off or settings.jax_compilation_cache_dir:
         yield
         return
-    from jax.experimental.compilation_cache.compilation_cache import (
-        reset_cache,  # lazy: rarely used
-    )
+    from jax._src import compilation_cache as internals  # lazy: rarely used
 
-    changed: dict[str, Any] = {"jax_compilation_cache_dir": str(directory)}
+    opens = getattr(internals, "get_file_cache", None)
+    if opens is None:
+        yield
+        return
+    directory = str(cache._path)
+    changed: dict[str, Any] = {"jax_compilation_cache_dir": directory}
     if settings.jax_persistent_cache_min_compile_time_secs == _JAX_MIN_SECONDS:
         changed["jax_persistent_cache_min_compile_time_secs"] = min_seconds
     before = {name: getattr(settings, name) for name in changed}
     try:
-        reset_cache()  # jax reads the directory once
+        internals.reset_cache()  # jax opens it once
+        internals.get_file_cache = lambda path: (cache, path)  # type: ignore[assignment,return-value]
         for name, value in changed.items():
             jax.config.update(name, value)
         yield
     finally:
+        internals.get_file_cache = opens
         for name, value in before.items():
             jax.config.update(name, value)
-        reset_cache()
+        internals.reset_cache()
 
 
 _JAX_MIN_SECONDS = 1.0
@@ -152,23 +172,6 @@ def watch_compilations(note: Callable[..., None]) -> Iterator[None]:
         with suppress(ValueError, AssertionError):  # another library has cleared all listeners
             jax.monitoring.unregister_event_listener(on_event)
             jax.monitoring.unregister_event_duration_listener(on_duration)
-
-
-def is_readable_program(content: bytes) -> bool:
-    """Whether an entry of the compilation cache is complete.
-
-    Without jax's function that reads it, all are. jax then warns of one that it cannot read, and
-    compiles.
-    """
-    try:
-        from jax._src.compilation_cache import decompress_executable
-    except ImportError:
-        return True
-    try:
-        decompress_executable(content)
-    except Exception:  # noqa: BLE001  of zlib or zstd
-        return False
-    return True
 
 
 def without_dead_code(jaxpr: Any) -> Any:

@@ -1,7 +1,11 @@
 """The programs of a run: jax's compilation cache in its directory, and what a start compiled."""
 
 import hashlib
+import os
 import threading
+import time
+import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +16,7 @@ import jax
 from stepfold import tree
 from stepfold.core.validation import check_flags
 from stepfold.inspect.compiled import CompiledStep
-from stepfold.internals.jax import compilation_cache, is_readable_program, watch_compilations
+from stepfold.internals.jax import compilation_cache, watch_compilations
 from stepfold.loop.run_info import versions
 
 NAME = "compiled"
@@ -20,6 +24,8 @@ NAME = "compiled"
 # leaves out many that together take seconds, such as those of evaluations.
 _MIN_SECONDS = 0.1
 _MAX_BYTES = 1 << 30
+_SUFFIX, _UNFINISHED = "-program", ".new"
+_WRITING_SECONDS = 3600.0  # a file that another process may still write
 _SHOWN_SECONDS = 1.0  # a step that compiles faster is only in the report
 _MAX_STEPS = 20  # that `run.json` describes
 
@@ -48,17 +54,17 @@ class Programs:
     def clean(self) -> None:
         """Delete what a killed process has left incomplete, and the oldest beyond the limit.
 
-        jax neither replaces an entry that it cannot read, nor deletes any.
+        jax deletes none. No file is read: an entry is checked when jax asks for it.
         """
         if self._directory is None or not self._directory.is_dir():
             return
-        files = [path for path in self._directory.rglob("*") if path.is_file()]
-        files.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-        size = 0
-        for path in files:
-            size += path.stat().st_size
-            is_entry = path.name.endswith("-cache")
-            if size > _MAX_BYTES or (is_entry and not is_readable_program(path.read_bytes())):
+        files = [(path, path.stat()) for path in self._directory.rglob("*") if path.is_file()]
+        files.sort(key=lambda pair: pair[1].st_mtime, reverse=True)
+        size, now = 0, time.time()
+        for path, stat in files:
+            size += stat.st_size
+            is_left = path.suffix == _UNFINISHED and now - stat.st_mtime > _WRITING_SECONDS
+            if size > _MAX_BYTES or is_left:
                 with suppress(OSError):
                     path.unlink()
 
@@ -66,7 +72,8 @@ class Programs:
     def use(self) -> Iterator[None]:
         """Use the cache, and watch what compiles."""
         directory = None if has_virtual_devices() else self._directory
-        with compilation_cache(directory, _MIN_SECONDS), watch_compilations(self._note):
+        cache = None if directory is None else ProgramFiles(directory)
+        with compilation_cache(cache, _MIN_SECONDS), watch_compilations(self._note):
             yield
 
     def _note(self, seconds: float, *, was_loaded: bool) -> None:
@@ -91,6 +98,56 @@ class Programs:
         """Return what `run.json` says about them."""
         numbers = {name: {**each} for name, each in self._numbers.items()}
         return {**numbers, "steps": self._steps, "reasons": self._reasons}
+
+
+class ProgramFiles:
+    """A compilation cache of jax, in files that are written at once and have a checksum.
+
+    jax's own files have none if it compresses by zstandard: a program with a flipped bit computes
+    other values, or crashes. A bad entry is deleted, and the program is compiled again. The
+    checksum covers the key too, so that no file stands in for another.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def get(self, key: str) -> bytes | None:
+        """Read a program; warn of a damaged one and delete it."""
+        path = self._path / f"{key}{_SUFFIX}"
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        checksum, program = content[:4], content[4:]
+        if checksum == _checksum(key, program):
+            return program
+        warnings.warn(
+            f"{path}: expected a program as it was written, but the file is damaged; it is deleted "
+            "and the program compiled again",
+            stacklevel=2,
+        )
+        with suppress(OSError):
+            path.unlink()
+        return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Write a program, unless it is there."""
+        path = self._path / f"{key}{_SUFFIX}"
+        if path.exists():
+            return
+        self._path.mkdir(parents=True, exist_ok=True)
+        writer = f"{os.getpid()}-{threading.get_ident()}"
+        unfinished = path.with_name(f"{path.name}-{writer}{_UNFINISHED}")
+        try:
+            unfinished.write_bytes(_checksum(key, value) + value)
+            unfinished.replace(path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise  # jax warns
+
+
+def _checksum(key: str, program: bytes) -> bytes:
+    return zlib.crc32(program, zlib.crc32(key.encode())).to_bytes(4, "little")
 
 
 def has_virtual_devices() -> bool:
