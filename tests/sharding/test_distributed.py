@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import types
 
 import jax
 import pytest
@@ -143,6 +144,20 @@ def test_it_leaves_kubernetes_and_tpu_pods_to_jax(monkeypatch, environ, variable
     assert calls[0]["heartbeat_timeout_seconds"] == 7
     assert start_distributed().how == "already started"
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("bundles", [None, 1, 2])
+def test_one_of_several_actors_of_ray_does_not_train_alone(bundles, environ, started, monkeypatch):
+    group = bundles and types.SimpleNamespace(bundle_count=bundles)
+    util = types.SimpleNamespace(get_current_placement_group=lambda: group)
+    ray = types.SimpleNamespace(util=util, is_initialized=lambda: True)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    if bundles != 2:
+        assert start_distributed().how == "alone"
+        return
+    with pytest.raises(sf.ConfigError, match="got nothing, in a placement group of 2 bundles"):
+        start_distributed()
+    assert start_distributed("a:1", 2, 1).process == 1
 
 
 @pytest.mark.parametrize(("devices", "taken"), [([2, 3], [2, 3]), ([], None), (None, [1])])

@@ -9,6 +9,7 @@ Kubernetes and TPU pods are left to jax, which asks their services.
 import importlib.util
 import os
 import re
+import sys
 import threading
 import time
 import zlib
@@ -82,7 +83,8 @@ def start_distributed(
     launcher if given `coordinator`, `processes` and `process`. In an indexed Kubernetes job and on
     a TPU pod, jax finds the other processes. Idempotent. For environments that it does not detect
     (MPICH), call `jax.distributed.initialize` first; this function then returns the index and the
-    number of processes of that runtime.
+    number of processes of that runtime. In Ray, which gives actors no index, pass all three, as
+    `examples/ray_run.py` does.
 
     When one process ends early, the others end too:
 
@@ -249,6 +251,7 @@ def _find_job(
             f"and {launched[0].how if launched else 'no launcher'} around"
         )
     if launched is None:
+        _refuse_ray()
         return Distributed(_jax_environment(environ) or "alone"), []
     job, devices = launched
     _check_index(job)
@@ -278,6 +281,18 @@ def read_launcher(environ: Mapping[str, str]) -> tuple[Distributed, list[int]] |
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     names = (tasks, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_NODELIST")
     return _slurm(environ, tasks) if all(name in environ for name in names) else None
+
+
+def _refuse_ray() -> None:
+    """Refuse to train alone in each actor of a placement group of Ray."""
+    ray: Any = sys.modules.get("ray")  # imported in every process of Ray
+    if ray is None or not ray.is_initialized():
+        return
+    group = ray.util.get_current_placement_group()
+    if group is not None and group.bundle_count > 1:
+        expected = "coordinator, processes and process, since Ray gives an actor no index"
+        got = f"nothing, in a placement group of {group.bundle_count} bundles"
+        refuse("Ray", expected, got, "pass them from the driver, as examples/ray_run.py does")
 
 
 def _jax_environment(environ: Mapping[str, str]) -> str | None:
