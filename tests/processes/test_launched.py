@@ -10,6 +10,7 @@ SCRIPT = """
 import os
 import signal
 import sys
+import time
 
 import jax
 import numpy as np
@@ -37,7 +38,11 @@ def dies(event):
         marker = f"{folder}/death-{number}"
         if (process, step) == (jax.process_index(), event.step) and not os.path.exists(marker):
             open(marker, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+            if "STOP" in os.environ:
+                os.kill(os.getppid(), signal.SIGTERM)
+                time.sleep(2)  # so that it arrives before the end
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 is_gone = os.environ.get("GONE") == os.environ.get("STEPFOLD_LOCAL_PROCESS", "alone")
@@ -104,4 +109,17 @@ def test_the_rest_continue_with_the_same_rows_without_one_that_does_not_come_bac
     assert "starting 1 process" in done.stderr
     assert "this device is gone" in done.stderr
     assert done.stdout.count("resumed") == 1
+    assert (tmp_path / "metrics.jsonl").read_bytes() == alone
+
+
+@pytest.mark.full
+def test_a_signal_to_the_launcher_stops_and_saves_the_run(script, alone, tmp_path):
+    done = launch(script, tmp_path, "0:25", STOP="1")
+    assert done.returncode == 143, done.stderr
+    assert "launch: " not in done.stderr
+    stopped = max(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]*"))
+    assert 25 <= stopped < 60
+    done = launch(script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"resumed {stopped} of 2") == 2
     assert (tmp_path / "metrics.jsonl").read_bytes() == alone
