@@ -116,7 +116,7 @@ def test_all_end_and_name_the_process_that_is_stuck(moment, process, doing, tmp_
     ends = launch.ends_of_processes(sticks, 2, args=args, timeout=100)
     assert time.monotonic() - start < 90
     for rank, end in enumerate(ends):
-        assert end.code != 0, launch.report(ends)
+        assert end.code == 1, launch.report(ends)
         assert f"stepfold: process {process} is stuck on " in end.errors, launch.report(ends)
         assert f"in {doing}, without progress for" in end.errors
         assert " in happens\n" in end.errors, (rank, launch.report(ends))
