@@ -125,6 +125,7 @@ def curves(result):
 
 
 @pytest.mark.filterwarnings("ignore:.* steps wait for")  # the other process may be late
+@pytest.mark.filterwarnings("ignore:.*since no live process makes it")
 @pytest.mark.parametrize("is_cut", full_but([True], [False, True]))
 def test_the_history_is_that_of_a_run_which_evaluates_itself(tmp_path, is_cut, count):
     kills = cuts = 0
@@ -150,6 +151,7 @@ def test_the_history_is_that_of_a_run_which_evaluates_itself(tmp_path, is_cut, c
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.*since no live process makes it")
 def test_no_result_of_a_step_that_is_gone_counts(tmp_path):
     """The steps after the one to go back to are evaluated twice, with other numbers."""
     drawn = draw(random.Random(0))

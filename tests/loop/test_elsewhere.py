@@ -11,12 +11,15 @@ import pytest
 from tests import small
 
 import stepfold as sf
+from stepfold.checkpoint import claims
 from stepfold.checkpoint.claims import Lease
 from stepfold.checkpoint.results import FOLDER, LEASES
 from stepfold.checkpoint.store import DirectoryStore, open_store
 from stepfold.errors import CheckpointError
+from stepfold.loop import elsewhere
 
 STEPS = 12
+pytestmark = pytest.mark.filterwarnings("ignore:.*since no live process makes it")
 
 
 def evaluation(**options):
@@ -258,6 +261,7 @@ def test_no_warning_comes_if_the_ranking_metric_is_elsewhere(tmp_path):
     checkpoints = sf.Checkpoints(best="eval/step", mode="min", async_=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*since no live process makes it")
         fit(tmp_path, checkpoints=checkpoints)
     evaluate(tmp_path)
     assert checkpoints.open(tmp_path / "checkpoints").best_step() == 2
@@ -281,3 +285,32 @@ def test_a_result_counts_after_its_checkpoint_was_deleted_and_the_run_went_back(
     late = [step for step, *_ in hook.late]
     assert (run.resumed, late) == (4, [1, 2, 3, 4, 5, 6, 1, 2, 3, 5, 6])  # 4 is not late then
     assert run.history["eval/step"].steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_without_an_evaluator_says_so_at_its_end(tmp_path):
+    says = r"ends without eval of steps 2, 4, 6, 8, 10, 12, since no live process .*evaluate_run"
+    with pytest.warns(RuntimeWarning, match=says):
+        fit(tmp_path)
+    evaluate(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(fit(tmp_path).history["eval/step"]) == 6
+
+
+def test_the_end_does_not_wait_for_a_process_that_is_frozen(tmp_path, monkeypatch):
+    """Its lease is that of a live process, which has no heartbeat."""
+    monkeypatch.setattr(claims, "_STALE", 1.0)
+    monkeypatch.setattr(elsewhere, "_QUIET_SECONDS", 0.2)
+    store = open_store(tmp_path / "checkpoints", save=True)
+    lease = Lease(store, LEASES)
+    monkeypatch.setattr(lease, "_beat", lambda: None)
+    lease._thread = threading.Thread(target=lease._beat)
+    lease.hold({"names": ["eval"], "steps": []})
+    start = time.monotonic()
+    with (
+        pytest.warns(RuntimeWarning, match="the run is done, and waits for eval of steps 2, "),
+        pytest.warns(RuntimeWarning, match="the run ends without eval of steps 2, "),
+    ):
+        fit(tmp_path)
+    assert time.monotonic() - start < 60
+    assert store.list_notes(LEASES)  # it may wake up

@@ -195,7 +195,7 @@ def test_a_signal_during_a_vote_counts_in_the_next(others, number):
     assert agreed(run) is number
 
 
-def steps_of_votes(monkeypatch, others, seconds, last, events=()):
+def steps_of_votes(monkeypatch, others, seconds, last, visits=()):
     """Return the steps at which votes are dispatched if a step takes as long in a slow process."""
     steps, now = [], [0.0]
     monkeypatch.setattr(peers_module.time, "perf_counter", lambda: now[0])
@@ -203,10 +203,9 @@ def steps_of_votes(monkeypatch, others, seconds, last, events=()):
     for step in range(1, last):
         now[0] += 1e-3
         others[0][2] = int(seconds * 1e6)
-        if step in events:
-            peers.hear(at(step))
         before = peers._votes
-        peers.agree(at(step))
+        agree = peers.agree_after_visit if step in visits else peers.agree
+        agree(at(step))
         if peers._votes is not before:
             steps.append(step)
     return steps
@@ -218,7 +217,7 @@ def test_all_vote_about_four_times_a_second_at_the_pace_of_the_slowest(monkeypat
     assert np.diff(steps)[-8:].tolist() == [25] * 8
     own_pace = steps_of_votes(monkeypatch, others, 0.0, 3000)  # 1 ms
     assert np.diff(own_pace)[-5:].tolist() == pytest.approx([250] * 5, abs=1)
-    sooner = steps_of_votes(monkeypatch, others, 0.01, 500, events=[400, 440])
+    sooner = steps_of_votes(monkeypatch, others, 0.01, 500, visits=[400, 440])
     assert {400, 440} <= set(sooner)
 
 

@@ -201,15 +201,6 @@ def fails_in_one(start, run_dir, where):
     )  # fmt: skip
 
 
-def test_an_error_in_one_process_is_named_by_the_others_and_ends_all(tmp_path):
-    args = (str(tmp_path), "batches")
-    first, second = launch.ends_of_processes(fails_in_one, 2, args=args)
-    assert second.code != 0
-    assert "OSError: cut here" in second.errors
-    assert first.code not in (0, -signal.SIGKILL)
-    assert "stepfold: process 1 raised OSError: cut here; this process waits" in first.errors, first
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     "where",
@@ -230,14 +221,16 @@ def test_an_error_that_leaves_a_process_able_to_step_ends_all_after_a_save(tmp_p
     if where == "open":
         assert saved is None
         assert "hooks: not opened: process 1 raised OSError: cut here" in first.errors
-    elif where == "last evaluation":  # the other process is done already
-        assert saved == 100
     else:
         assert first.code == 1, first
-        assert f"got one in process 1, which shows it; all stopped at step {saved}" in first.errors
-        assert 4 <= saved <= 40
-        if where == "generator":
+        got = f"got OSError: cut here, in process 1; all stopped at step {saved}"
+        assert got in first.errors, first
+        if where == "last evaluation":
+            assert saved == 100
+        elif where == "generator":
             assert saved == 4
+        else:
+            assert 4 <= saved <= 40
 
 
 def trainer_trains(start, folder):

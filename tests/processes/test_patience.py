@@ -1,6 +1,7 @@
 """A stuck process of a run: all name it, print its stacks, and end."""
 
 import ctypes
+import faulthandler
 import json
 import threading
 import time
@@ -48,19 +49,13 @@ def finds(start):
     """Let process 1 wait in a hook until it would be ended; print what the watch says."""
     job, lines, found = start(), [], threading.Event()
     watch = patience._Watch
-    judge, say, end = watch._judge, watch._say, watch._end_after
-
-    def end_after(self, seconds):
-        if seconds <= 1:
-            found.set()
-        else:
-            end(self, seconds)
+    judge, say, end = watch._judge, watch._say, watch._end
 
     def judge_soon(self, seen):
         self._limit = 1
         judge(self, seen)
 
-    watch._judge, watch._end_after = judge_soon, end_after
+    watch._judge, watch._end = judge_soon, lambda self: found.set()
     watch._say = lambda self, text: lines.append(text)
     try:
         result = train(
@@ -68,7 +63,8 @@ def finds(start):
             patience=1,
         )
     finally:
-        watch._judge, watch._say, watch._end_after = judge, say, end
+        watch._judge, watch._say, watch._end = judge, say, end
+        faulthandler.cancel_dump_traceback_later()  # which stays once a process is to end
     print(json.dumps([result.steps, lines]))
 
 
@@ -116,7 +112,7 @@ def test_all_end_and_name_the_process_that_is_stuck(moment, process, doing, tmp_
     ends = launch.ends_of_processes(sticks, 2, args=args, timeout=100)
     assert time.monotonic() - start < 90
     for rank, end in enumerate(ends):
-        assert end.code != 0, launch.report(ends)
+        assert end.code == 1, launch.report(ends)
         assert f"stepfold: process {process} is stuck on " in end.errors, launch.report(ends)
         assert f"in {doing}, without progress for" in end.errors
         assert " in happens\n" in end.errors, (rank, launch.report(ends))

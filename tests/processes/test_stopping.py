@@ -20,6 +20,7 @@ from tests.small import full_but
 import stepfold as sf
 from stepfold.checkpoint import claims as run_lock
 from stepfold.checkpoint import manifest
+from stepfold.internals.orbax import StepWriter
 from stepfold.loop.hooks import performance
 
 from . import launch
@@ -251,6 +252,50 @@ def fills(start, folder):
     manifest.write_leaves = write_leaves
     steps = sf.verify(folder) if jax.process_index() == 0 else None
     print(json.dumps({"problem": problem, "steps": steps}))
+
+
+def saves_late(start, folder, who, seconds):
+    """Save; a process raises or is late as it begins, before orbax has made a directory."""
+    start(**({"timeout": 5} if seconds else {}))  # a session has its own
+    state, _ = begin(sf.make_mesh())
+    save = StepWriter.save
+
+    def late(self, *args):
+        if jax.process_index() == who:
+            if not seconds:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            time.sleep(seconds)
+        save(self, *args)
+
+    StepWriter.save, began = late, time.monotonic()
+    problem = ""
+    try:
+        with sf.Checkpoints(folder) as series:
+            series.save(state, step=1)
+    except sf.CheckpointError as error:
+        problem = str(error)
+    StepWriter.save = save
+    print(json.dumps([problem, time.monotonic() - began]))
+
+
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_an_error_as_a_save_begins_in_one_process_is_raised_in_all_at_once(
+    processes, tmp_path, who
+):
+    for output in processes.run(saves_late, str(tmp_path), who, 0):
+        problem, seconds = json.loads(output)
+        assert "no space left on the device; make room" in problem
+        assert seconds < 60
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_is_late_as_a_save_begins_is_waited_for_no_longer_than_others(tmp_path, who):
+    outputs = launch.run_processes(saves_late, 2, args=(str(tmp_path), who, 20))
+    (other, seconds), (late, _) = map(json.loads, outputs if who == 1 else reversed(outputs))
+    assert "not all processes saved within 5 s" in other
+    assert 5 < seconds < 20
+    assert late
 
 
 def test_a_disk_that_is_full_in_one_process_is_an_error_in_all(processes, tmp_path):

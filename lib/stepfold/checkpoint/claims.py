@@ -174,7 +174,8 @@ class Leases:
     """The leases in a folder, as one process sees them.
 
     A lease that was seen for the first time is live. Later it is if its heartbeat has changed
-    within `_STALE` seconds, or if its process is on this host, as long as that is alive.
+    within `_STALE` seconds, unless its process was on this host and is dead. One that is alive, but
+    frozen, has no heartbeat.
     """
 
     def __init__(self, store: Any, folder: str) -> None:
@@ -193,9 +194,9 @@ class Leases:
             if self._beats.get(name, (None, now))[0] != beats:
                 self._beats[name] = beats, now
             alive = _is_live(note["process"])
-            if alive or (alive is None and now - self._beats[name][1] <= _STALE):
+            if alive is not False and now - self._beats[name][1] <= _STALE:
                 held.append(note.get("held"))
-            else:
+            elif not alive:  # one that is frozen may wake up
                 self._store.delete_note(path)
         return held
 

@@ -40,7 +40,7 @@ class OrbaxSave:
         arrays, leaves = arrays_of(state), leaves_of(state)
         stored = {name: array for name, array in arrays.items() if array.size}
         self._path, self._peers = path, _Peers()
-        self._writer = StepWriter(manifest.STATE, self._peers.processes, self._peers.meet)
+        self._writer = StepWriter(manifest.STATE, self._peers.meet)
         self._owns_files = False
         self._reservation = ExitStack()  # of the directory and of the number, until the end
         self._reservation.enter_context(locked(path.parent))
@@ -110,13 +110,12 @@ class OrbaxSave:
 class _Peers:
     """The processes that save a step: a failure in one of them ends the save in all.
 
-    orbax's own barrier would let the others wait for its whole limit, without the reason.
+    orbax's own barriers would let the others wait for their whole limits, without the reason.
     """
 
     def __init__(self) -> None:
         self._values = KeyValues("save")
-        self.processes = range(jax.process_count())
-        self._are_several = bool(self._values) and len(self.processes) > 1
+        self._are_several = bool(self._values) and jax.process_count() > 1
         self._save = self._values.count_call() if self._are_several else 0
 
     def fail(self, cause: str) -> None:
@@ -134,7 +133,7 @@ class _Peers:
         def are_all_there() -> bool:
             for process, cause in self._values.get(f"{self._save}/failed").items():
                 raise CheckpointError(f"process {process} did not save: {cause}")
-            return bool(len(self._values.get(folder)) == len(self.processes))
+            return bool(len(self._values.get(folder)) == jax.process_count())
 
         if not self._values.wait(are_all_there):
             raise CheckpointError(f"not all processes saved within {self._values.timeout} s")

@@ -6,8 +6,6 @@ seconds. It is for rare events: a call takes about a millisecond.
 """
 
 import json
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +19,6 @@ from stepfold.internals.jax import coordination_service
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT = 300  # seconds
-_WATCH_SECONDS = 3.0
 _LONGEST_TEXT = 1000  # characters of an error
 
 
@@ -169,7 +166,7 @@ def agreement(message: str) -> Iterator[None]:
         error = caught
     try:
         values = KeyValues("agreement")
-        problems = values.gather(_spell_error(error), "an answer", where=message)
+        problems = values.gather(spell_error(error), "an answer", where=message)
     except PeerTimeoutError as timeout:
         raise error or timeout from None
     if error is not None:
@@ -181,38 +178,6 @@ def agreement(message: str) -> Iterator[None]:
             raise CheckpointError(f"{message}: process {process} raised {problem}")
 
 
-@contextmanager
-def report_failed_peer() -> Iterator[None]:
-    """Print the error of another process that raised one inside the block.
-
-    This process then waits for it in a collective, until jax terminates all of them.
-    """
-    errors = KeyValues("failed")
-    if not errors or jax.process_count() == 1:
-        yield
-        return
-    block, is_over = str(errors.count_call()), threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(_WATCH_SECONDS):
-            for process, error in errors.get(block).items():
-                print(  # noqa: T201  the main thread may never come back
-                    f"stepfold: process {process} raised {error}; this process waits for it until "
-                    "jax terminates all, see start_distributed(shutdown=…)",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                return
-
-    threading.Thread(target=watch, name="stepfold-peers", daemon=True).start()
-    try:
-        yield
-    except Exception as error:
-        errors.set(f"{block}/{jax.process_index()}", _spell_error(error))
-        raise
-    finally:
-        is_over.set()
-
-
-def _spell_error(error: Exception | None) -> str:
+def spell_error(error: BaseException | None) -> str:
+    """Describe an error for other processes; none is empty."""
     return "" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]

@@ -12,9 +12,10 @@ offering a step that was removed, and silently refuses to save below a damaged o
 
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -54,14 +55,9 @@ class StepWriter:
       writes: the writes in progress; `result(timeout)` waits for one.
     """
 
-    def __init__(
-        self,
-        item: str,
-        processes: Collection[int],
-        barrier: Callable[..., None],
-    ) -> None:
-        """Prepare for these processes, which meet in a barrier."""
-        self._item = item
+    def __init__(self, item: str, barrier: Callable[..., None]) -> None:
+        """Prepare for all processes, which meet in a barrier."""
+        self._item, self._barrier = item, barrier
         # Compression costs time, and as much additional memory as the state.
         self._handler = _Handler(use_compression=False)
         options: dict[str, Any] = {
@@ -70,11 +66,12 @@ class StepWriter:
                 timeout_secs=_NEVER,
                 barrier_sync_fn=barrier,
             ),
-            # orbax makes directories in a thread. If the processes are listed, they wait for each
-            # other through jax's service there. Otherwise they would run a collective, which
-            # belongs to the main thread.
+            # orbax has its own barriers around the making of directories, which wait for 300 s and
+            # do not see that a process has failed. It leaves them out for a single process, so each
+            # says that it is alone, and they meet in `_Handler` instead. orbax takes the barrier
+            # above for the commit in any case. Process 0 still makes the directories.
             "multiprocessing_options": ocp.options.MultiprocessingOptions(
-                active_processes={*processes}
+                active_processes={jax.process_index()}
             ),
         }
         handler = ocp.CompositeCheckpointHandler(
@@ -99,7 +96,8 @@ class StepWriter:
         with it on one process when all have written, before the step gets its name.
         """
         nested = ocp.tree.from_flat_dict({**arrays}, sep="/")  # what orbax restores on its own
-        arguments = _Save(nested, write=write, finish=finish)
+        meet = partial(self._barrier, key="the directory is made", timeout_ms=0)
+        arguments = _Save(nested, meet=meet, write=write, finish=finish)
         self._checkpointer.save(path, args=ocp.args.Composite(**{self._item: arguments}))
 
     def wait(self) -> None:
@@ -126,6 +124,7 @@ class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 
     async def async_save(self, directory: Any, args: "_Save") -> list[Any]:
         """Start to write, once the data is on the host, where it can no longer change."""
+        args.meet()  # process 0 has made the directory
         writes = await super().async_save(directory, args=args)
         self._finish = args.finish
         thread = ThreadPoolExecutor(1, "stepfold-save")
@@ -143,6 +142,7 @@ class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 @ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)
 @dataclass(kw_only=True)
 class _Save(ocp.args.PyTreeSave):  # type: ignore[misc]
+    meet: Callable[[], None]
     write: Callable[[Path], None]
     finish: Callable[[Path], None]
 

@@ -33,6 +33,7 @@ from stepfold.loop.plan import Plan
 from stepfold.loop.run import Run
 
 _SHARE = 0.05  # the largest share of the time to spend on looking for results at log points
+_QUIET_SECONDS = 10.0  # of the wait at the end, before a warning
 _MANY = 10  # steps that wait for an evaluation, from which on a warning is due
 
 
@@ -58,6 +59,7 @@ class Elsewhere:
         self._looked_at: int | None = None  # the step
         self._next_look = 0.0
         self._has_warned = self._has_warned_of_many = False
+        self._warned_of: set[str] = set()  # at the end
 
     def open(self, run: Run) -> None:
         """Say what the run awaits, before its first step."""
@@ -104,23 +106,42 @@ class Elsewhere:
 
     def finish(self, run: Run) -> Run:
         """Show the next result; wait for it if a live process is about to make it."""
-        pause = 0.02
+        pause, start = 0.02, time.monotonic()
         while not self._queue:
             is_over = self._is_over(run)  # before the look, so that no result is missed
             self._queue = self._look(run)
             if is_over or self._queue:
                 break
+            if time.monotonic() - start > _QUIET_SECONDS:
+                self._warn_at_end(run, "is done, and waits for", "which another process makes")
             self._peers.move("the wait for evaluations elsewhere", run.step)
             if self._peers.wait_for(time.sleep, pause) is NO_VALUE:
                 return self._peers.hear(run)
             pause = min(2 * pause, 1.0)
+        if not self._queue:
+            why = "since no live process makes it; start sf.evaluate_run, and then the same call of"
+            self._warn_at_end(run, "ends without", f"{why} fit, which reads the results")
         return self._show_next(run)
+
+    def _warn_at_end(self, run: Run, problem: str, why: str) -> None:
+        """Warn once of each problem with the steps that await an evaluation."""
+        if jax.process_index() > 0 or problem in self._warned_of:
+            return
+        with suppress(CheckpointError):
+            awaited = self._awaited(run)
+            if steps := [*awaited]:
+                self._warned_of.add(problem)
+                names = sorted({name for names in awaited.values() for name in names})
+                listed = f"{', '.join(map(str, steps[:8]))}{', …' if len(steps) > 8 else ''}"
+                what = f"{', '.join(names)} of step{'s' * (len(steps) > 1)} {listed}"
+                text = f"{self._series.directory}: the run {problem} {what}, {why}"
+                warnings.warn(text, RuntimeWarning, stacklevel=11)
 
     def _is_planned(self, run: Run) -> bool:
         return any(self._plan.is_due(item, run.step) for item in self._plan.recurring)
 
     def _show_next(self, run: Run) -> Run:
-        if not self._queue or self._peers.error:
+        if not self._queue:
             return run
         name, step, metrics = self._queue.pop(0)
         run = self._log.show(run, name, metrics, step)
@@ -170,18 +191,20 @@ class Elsewhere:
             with suppress(CheckpointError):
                 held = self._leases.held()
                 live = {name for lease in held for name in lease["names"]}
-                is_over = not live & self._awaited(run)
+                is_over = not any(live & names for names in self._awaited(run).values())
         return broadcast_from_first([is_over])[0]
 
-    def _awaited(self, run: Run) -> set[str]:
-        """Return the evaluations that a step awaits."""
-        complete = complete_steps(self._store, self._later_steps(run))
-        return {
-            name
-            for step, metadata in complete.items()
-            for name in metadata.awaits
-            if name in self._names and run.evaluated.get(name, -1) < step
+    def _awaited(self, run: Run) -> dict[int, set[str]]:
+        """Return the evaluations that steps await, by step."""
+        awaited = {
+            step: {
+                name
+                for name in metadata.awaits
+                if name in self._names and run.evaluated.get(name, -1) < step
+            }
+            for step, metadata in complete_steps(self._store, self._later_steps(run)).items()
         }
+        return {step: names for step, names in awaited.items() if names}
 
     def _later_steps(self, run: Run) -> list[int]:
         """List the steps after the last one of which all results were read."""

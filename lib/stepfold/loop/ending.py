@@ -81,7 +81,7 @@ class Ending:
             return run
         extra = self._save.describe_end(run)
         ended = yield from self._log(run)
-        ended = yield from self._wait_elsewhere(ended)
+        ended = self._peers.conclude((yield from self._wait_elsewhere(ended)))
         if not ended.is_interrupted:
             self._save.add_end(run, ended, extra)
         return ended._replace(state=run.state, notes=run.notes)  # as saved

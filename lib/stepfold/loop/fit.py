@@ -12,7 +12,7 @@ import jax
 from stepfold.checkpoint.policy import Checkpoints
 from stepfold.checkpoint.results import drop_results
 from stepfold.checkpoint.series import Series
-from stepfold.core.processes import agreement, broadcast_from_first, report_failed_peer
+from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.state import is_available
 from stepfold.core.validation import as_integer
 from stepfold.errors import refuse
@@ -40,7 +40,7 @@ from stepfold.loop.hooks.progress import DefaultProgress, progress
 from stepfold.loop.hooks.stop import Nonfinite
 from stepfold.loop.initial_state import InitialState
 from stepfold.loop.metrics import History
-from stepfold.loop.patience import end_all_if_stuck
+from stepfold.loop.patience import end_with_others
 from stepfold.loop.peers import Several
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
 from stepfold.loop.run import Kind, Request
@@ -149,6 +149,7 @@ def fit(
       CheckpointError: if not all processes can see the same directory.
       DataError: if there is no batch, or the batches cannot be resumed.
       StepfoldError: if a hook raised an error in another process; all have saved at the same step.
+        Any other error of one process ends the others with code 1, once they have printed it.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> tx = optax.sgd(0.1)
@@ -211,8 +212,7 @@ def fit(
     with _attach_result(session), _opened(session, directory, patience):
         _start_or_resume(session, directory, more_steps, resume)
         _show_start(session, directory)
-        with report_failed_peer():
-            _fold_to_the_end(session, directory, more_steps)
+        _fold_to_the_end(session, directory, more_steps)
         _take_capsule(session, directory)
     result = _make_result(session, _stop_reason(session) or Stop("error", ""))
     raise_signal(session.peers, session.run, result)
@@ -304,8 +304,8 @@ def _opened(session: Session, directory: RunDirectory, patience: float | None) -
             stack.enter_context(series)
             stack.callback(print_waiting, peers, series)
         stack.callback(directory.stopwatch.end)
-        if peers.position is not None:  # several processes
-            stack.enter_context(end_all_if_stuck(peers.position, patience, hooks))
+        if isinstance(peers, Several):
+            stack.enter_context(end_with_others(peers, patience, hooks))
         yield
 
 

@@ -107,8 +107,7 @@ def fold(
     Yields the run after each step and part, so that after an exception the last one is known.
     """
     # First what is due at the start, or was interrupted.
-    run = yield from visit(parts, run, peers)
-    run = peers.agree(run)
+    run = peers.agree_after_visit((yield from visit(parts, run, peers)))
     while run.end is None:
         following = next_due(parts, run)
         while run.step < following and not (run.requests and run.requests.due(run.step)):
@@ -123,8 +122,7 @@ def fold(
         # A request that ends the run between two visits leaves the rest to `Ending`.
         if run.step >= following or run.end is None:
             yield run  # with the requests on which all agree
-            run = yield from visit(parts, run, peers)
-            run = peers.agree(run)
+            run = peers.agree_after_visit((yield from visit(parts, run, peers)))
     yield run
     return run
 
@@ -187,21 +185,26 @@ class Alone:
     Requests that come from outside the fold, as from signals, wait in an inbox. Four methods bring
     processes together. Each is called where it is, because they differ in what they wait for:
 
-    - `agree`, after each step and visit of the parts, waits for nothing: several processes dispatch
-      a vote, and read the previous one.
+    - `agree`, after each step, and `agree_after_visit`, after a visit of the parts, wait for
+      nothing: several processes dispatch a vote, and read the previous one.
     - `hear`, after hooks saw an event, adds the requests that came meanwhile, so that a save comes
       after them. Several processes do not wait here, since another may still call its hooks; they
-      vote earlier than usual.
+      vote after the visit.
     - `settle`, after the last step, waits for a vote of all, so that all stop at the same step, for
       requests of the same kinds.
     - `conclude`, once hooks saw the last metrics, exchanges the requests with their reasons, which
       votes do not hold. From then on the run is the same in all processes.
 
+    An error of user code ends a single process at once. With several, the others may be in a step
+    or a vote already, which needs all of them. So the process whose hook raised does all that the
+    others do, except to call hooks, until a vote has told them. Nothing else may depend on it.
+
     Attributes:
       position: how far this process is, if there are others.
-      error: of user code, if it is raised only once all processes have stopped and saved.
+      error: of a hook, if it is raised only once all processes have stopped and saved.
       signal: the number of the first signal to stop, once it has come.
       leaves_at_once: whether a second one has come.
+      leave_together: whether all processes end the run with an error.
       is_waiting: for data or an evaluation, which a signal may interrupt.
     """
 
@@ -211,7 +214,7 @@ class Alone:
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.signal: int | None = None
-        self.leaves_at_once = self.is_waiting = False
+        self.leaves_at_once = self.leave_together = self.is_waiting = False
         self._inbox = deque[Request]()
 
     def notify(self, request: Request) -> None:
@@ -238,6 +241,10 @@ class Alone:
     def do(self, part: Part, run: Run) -> Run:
         """Do a part once."""
         return part(run)
+
+    def agree_after_visit(self, run: Run) -> Run:
+        """Do the same as `agree`; several processes vote sooner, since hooks may have requests."""
+        return self.agree(run)
 
     def agree(self, run: Run) -> Run:
         """Add the requests on which all processes agree, without waiting for them."""
@@ -269,8 +276,19 @@ class Alone:
         """Make requests of hooks, which count once all processes agree."""
         return run.ask(*requests)
 
+    def call_hooks(self, run: Run, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ARG002
+        """Call hooks by a function; return `NO_VALUE` if they see no more events after an error.
+
+        `run` is the one before the event, which a resume then continues from.
+        """
+        return function(*args)
+
+    def as_seen(self, run: Run) -> Run:
+        """Return the run as a checkpoint keeps it, with the events that hooks have yet to see."""
+        return run
+
     def hear(self, run: Run) -> Run:
-        """Add the requests that came during an event; several processes vote on them sooner."""
+        """Add the requests that came during an event."""
         return self.agree(run)
 
     def withdraw(self, run: Run, *kinds: Kind, instead: Sequence[Request] = ()) -> Run:
@@ -279,10 +297,6 @@ class Alone:
 
     def forget(self) -> None:
         """Forget what hooks requested, since a checkpoint shows them later events again."""
-
-    def defer(self, run: Run, error: Exception) -> Run:  # noqa: ARG002
-        """Raise an error of user code, or defer it until all processes have stopped."""
-        raise error
 
     def move(self, doing: str, step: int) -> None:
         """Count how far this process is, to find out which one is stuck."""
@@ -298,4 +312,4 @@ class Alone:
         return self.agree(run)
 
     def raise_error(self, run: Run) -> None:
-        """Raise the error of user code that ended the run, if any."""
+        """Raise the error of a hook in any process, which has ended the run."""

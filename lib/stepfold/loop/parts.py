@@ -7,7 +7,8 @@ what they have in common.
 
 import math
 import warnings
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from time import perf_counter
 from typing import Any
 
@@ -30,6 +31,8 @@ from stepfold.loop.metrics import Interval
 from stepfold.loop.plan import Plan
 from stepfold.loop.run import Kind, Run, make_hook_request
 from stepfold.loop.step_runner import StepRunner
+
+_FAILED = "hooks: failed"  # the message where one process raised, and all were to replace the state
 
 
 class Log:
@@ -57,7 +60,7 @@ class Log:
     def is_due(self, run: Run) -> bool:
         if self._ends_interval(run):
             return True
-        if not run.closed or self._peers.error:
+        if not run.closed:
             return False
         # A save that a signal requests depends on what hooks say.
         is_read = run.closed[0].step <= self._plan.read_until(run.step)
@@ -68,61 +71,47 @@ class Log:
         if self._ends_interval(run):
             self._waited[run.step] = self._feed.wait_seconds
             return run.close_interval().mark(self._feed.mark(run.step, run.batches_used))
-        if not run.closed or self._peers.error:
+        if not run.closed:
             return run
-        try:
-            interval = run.closed[0].read()
-            return self._show(run._replace(closed=run.closed[1:]), interval, "train")
-        except Exception as error:  # noqa: BLE001  raised, now or later
-            return self._peers.defer(run, error)
+        return self._show(run, run._replace(closed=run.closed[1:]), run.closed[0].read, "train")
 
     def show(self, run: Run, evaluation: str, metrics: Any, step: int | None = None) -> Run:
         """Show hooks the metrics of an evaluation, of this step or an earlier one."""
         step = run.step if step is None else step
-        try:
-            interval = Interval(step, metrics, {}, {}, perf_counter())
-            evaluated = {**run.evaluated, evaluation: step}
-            return self._show(run._replace(evaluated=evaluated), interval, evaluation)
-        except Exception as error:  # noqa: BLE001
-            return self._peers.defer(run, error)
+        interval = Interval(step, metrics, {}, {}, perf_counter())
+        shown = run._replace(evaluated={**run.evaluated, evaluation: step})
+        return self._show(run, shown, lambda: interval, evaluation)
 
     def end_epoch(self, run: Run, epoch: int) -> Run:
         """Call hooks at the end of an epoch."""
-        try:
-            self._hooks.end_epoch(epoch)
-            return run._replace(epoch_ended_at=run.step, hook_states=self._hooks.get_state())
-        except Exception as error:  # noqa: BLE001
-            return self._peers.defer(run, error)
+        return self._call_at_end(run, run._replace(epoch_ended_at=run.step), "end_epoch", epoch)
 
     def end_run(self, run: Run) -> Run:
         """Let hooks act on the last train metrics."""
-        if self._peers.error:
-            return run
-        try:
-            self._hooks.end_run()
-            return run._replace(hook_states=self._hooks.get_state())
-        except Exception as error:  # noqa: BLE001
-            return self._peers.defer(run, error)
+        return self._call_at_end(run, run, "end_run")
+
+    def _call_at_end(self, run: Run, shown: Run, method: str, *args: Any) -> Run:
+        def call() -> Run:
+            getattr(self._hooks, method)(*args)
+            return shown._replace(hook_states=self._hooks.get_state())
+
+        called = self._peers.call_hooks(run, call)
+        return shown if called is NO_VALUE else called
 
     def _ends_interval(self, run: Run) -> bool:
         return bool(run.current) and self._plan.is_log_point(run.step) and not run.is_at_start
 
-    def _show(self, run: Run, interval: Interval, kind: str) -> Run:
+    def _show(self, run: Run, shown: Run, read: Callable[[], Interval], kind: str) -> Run:
+        """Show hooks an event; `shown` is the run once they have seen it."""
         feed, peers = self._feed, self._peers
-        waited = self._waited.pop(interval.step, None) if kind == "train" else None
-        leaves, structure = jax.tree.flatten(run.state)
-        event = Event(
-            **interval._asdict(),
-            total=run.total,
-            state=jax.tree.unflatten(structure, leaves),  # hooks may change its containers
-            batch=run.batch,
-            data_wait_seconds=feed.wait_seconds if waited is None else waited,
-            kind=kind,
-            hook_seconds=self._hooks.seconds,
-            is_late=kind != "train" and interval.step < run.step,
-        )
-        event, requests = self._call(event)
-        run = run.log(event.step, event.metrics)._replace(hook_states=self._hooks.get_state())
+        if peers.error is not None and self._hooks.replaces_state:
+            with suppress(Exception), agreement(_FAILED):  # the others ask for it there
+                raise peers.error
+        called = peers.call_hooks(run, self._call, shown, read, kind)
+        if called is NO_VALUE:
+            return shown
+        event, requests, hook_states = called
+        run = shown.log(event.step, event.metrics)._replace(hook_states=hook_states)
         for request in requests:
             at = self._plan.read_step(event.step) if kind == "train" else run.step
             if isinstance(request, Replace | Reweight):
@@ -134,12 +123,26 @@ class Log:
             feed.recent.drop_until(event.step)  # no hook asks for them
         return run
 
-    def _call(self, event: Event) -> tuple[Event, list[Any]]:
+    def _call(
+        self, run: Run, read: Callable[[], Interval], kind: str
+    ) -> tuple[Event, list[Any], Any]:
         """Call the hooks; with several processes, either all or none replace the state."""
-        hooks = self._hooks
+        feed, hooks, interval = self._feed, self._hooks, read()
+        waited = self._waited.pop(interval.step, None) if kind == "train" else None
+        leaves, structure = jax.tree.flatten(run.state)
+        event = Event(
+            **interval._asdict(),
+            total=run.total,
+            state=jax.tree.unflatten(structure, leaves),  # hooks may change its containers
+            batch=run.batch,
+            data_wait_seconds=feed.wait_seconds if waited is None else waited,
+            kind=kind,
+            hook_seconds=hooks.seconds,
+            is_late=kind != "train" and interval.step < run.step,
+        )
         if self._peers.is_alone:
-            return hooks.dispatch(event)
-        with agreement("hooks: failed") if hooks.replaces_state else nullcontext():
+            return *hooks.dispatch(event), hooks.get_state()
+        with agreement(_FAILED) if hooks.replaces_state else nullcontext():
             event, requests = hooks.dispatch(event)
         reasons = [
             request.why if isinstance(request, Replace) else f"{request.why}: {request.weights}"
@@ -153,7 +156,7 @@ class Log:
             gathered = KeyValues("fit").gather(reasons, "an event")
             if any(others != reasons for others in gathered):
                 refuse("hooks", "the same replacements in every process", str(gathered))
-        return event, requests
+        return event, requests, hooks.get_state()
 
     def _replace(self, run: Run, request: Replace | Reweight, at: int) -> Run:
         """Continue with another state, unless that of this step was saved before.
@@ -206,8 +209,6 @@ class Evaluate:
         self._peers.move("hooks", run.step)
         if metrics is NO_VALUE:  # a signal came
             return self._peers.hear(run)
-        if self._peers.error:
-            return run
         return self._log.show(run, self.evaluation.name, metrics)
 
     def _is_done(self, run: Run) -> bool:
@@ -236,7 +237,7 @@ class EndEpoch:
 
     def _epochs(self, run: Run) -> int | None:
         """Return how many epochs are done if hooks have yet to see the end of one."""
-        is_new = self._plan.logs_epochs and run.step > run.epoch_ended_at and not self._peers.error
+        is_new = self._plan.logs_epochs and run.step > run.epoch_ended_at
         return self._plan.epochs_done(run.step) if is_new else None
 
 

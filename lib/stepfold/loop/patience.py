@@ -1,4 +1,9 @@
-"""End all processes of a run if one is alive but stuck.
+"""End all processes of a run if one has failed, or is alive but stuck.
+
+An exception that leaves `fit` in one process alone leaves the others in a collective that no
+exception can end. So the process that it leaves says so, and the others print the error and end by
+a timer if they have not left within seconds. Before that they join jax's shutdown, for which that
+process waits at its exit.
 
 A process that is stuck in a batch, a hook or a file system still sends heartbeats, so the others
 wait for it forever, in a collective. Each process therefore publishes its `Position`. If no
@@ -27,14 +32,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-from stepfold.core.processes import KeyValues, Position
+from stepfold.core.processes import KeyValues, Position, spell_error
 from stepfold.errors import PeerTimeoutError
 from stepfold.loop.hooks.stop import watchdog
+from stepfold.loop.peers import Several
 
 _IN_STEPS = (Position.BATCH, Position.OTHERS, Position.DEVICES)
 _HEARTBEAT = 100  # seconds, jax's default
-_FOUND_SECONDS = 5.0  # the most between two looks whether one is stuck
-_STACK_SECONDS = 0.1  # the same, for its stacks
+_FOUND_SECONDS = 3.0  # the most between two looks whether one has failed or is stuck
+_LEAVE_SECONDS = 3.0  # to leave by an exception after another process has failed
+_SHUTDOWN_SECONDS = 10.0  # to wait for that process at jax's shutdown
+_STACK_SECONDS = 0.1  # between two looks for its stacks
+_SHOW_SECONDS = 20.0  # the most to wait for them
 _LONGEST_STACKS = 100_000  # characters
 
 
@@ -62,19 +71,17 @@ def find_stuck(seen: Mapping[int, Seen]) -> list[int]:
 
 
 @contextmanager
-def end_all_if_stuck(
-    position: Position, patience: float | None, hooks: Sequence[Any]
-) -> Iterator[None]:
-    """Watch for stuck processes of a run, and end all if there is one."""
-    if patience is None or not KeyValues("stuck"):
+def end_with_others(peers: Several, patience: float | None, hooks: Sequence[Any]) -> Iterator[None]:
+    """Watch the processes of a run, and end this one if another has failed, or one is stuck."""
+    if not KeyValues("stuck"):
         yield
         return
     has_timer = any(isinstance(hook, watchdog) for hook in hooks)
-    watch = _Watch(position, patience, owns_timer=not has_timer)
+    watch = _Watch(peers.position, patience, owns_timer=not has_timer)
     try:
         yield
-    except Exception as error:
-        watch.explain(error)
+    except BaseException as error:
+        watch.leave(error, is_known=peers.leave_together)
         raise
     finally:
         watch.close()
@@ -83,27 +90,30 @@ def end_all_if_stuck(
 class _Watch:
     """Publishes the position of this process, reads those of all, and finds out who is stuck.
 
-    It then ends all processes, each with the stacks of those that are stuck in its log.
+    It then ends all processes, each with the stacks of those that are stuck in its log. Without
+    patience, it only finds out who has failed.
     """
 
-    def __init__(self, position: Position, patience: float, *, owns_timer: bool) -> None:
-        self._position, self._patience, self._owns_timer = position, patience, owns_timer
+    def __init__(self, position: Position, patience: float | None, *, owns_timer: bool) -> None:
+        self._position, self._has_patience = position, patience is not None
+        self._patience = math.inf if patience is None else patience
+        self._owns_timer = owns_timer and self._has_patience
         self._values = KeyValues("stuck")
         self._folder = f"{self._values.count_call()}/"  # of this call of `fit`
         heartbeats = KeyValues("start_distributed").get("heartbeat")
         # Before that, jax finds a dead process, and the collectives that it fails time out.
-        self._limit = max(heartbeats.values(), default=_HEARTBEAT) + patience
+        self._limit = max(heartbeats.values(), default=_HEARTBEAT) + self._patience
         self._host, self._me = socket.gethostname(), jax.process_index()
-        self._is_over, self._is_stuck = threading.Event(), False
+        self._is_over, self._is_ending = threading.Event(), False
         self._published: list[Any] = []
         self._seen: dict[int, Seen] = {}
         self._moved_at = time.monotonic()
         # At once, since a library may hold the GIL before the threads see that it has run a step.
-        position.on_run = self._start
+        position.on_run = self._start if self._has_patience else None
         # Reading positions may block, which must not keep the other from restarting the timer.
         self._threads = [
             threading.Thread(target=target, name="stepfold-patience", daemon=True)
-            for target in (self._read, self._restart_timer)
+            for target in (self._read, *([self._restart_timer] if self._owns_timer else []))
         ]
         for thread in self._threads:
             thread.start()
@@ -112,12 +122,12 @@ class _Watch:
         """Stop watching."""
         self._is_over.set()
         for thread in self._threads:
-            thread.join(self._patience)
-        if self._owns_timer:
+            thread.join(_FOUND_SECONDS)
+        if self._owns_timer and not self._is_ending:  # then jax may wait for the others at the exit
             faulthandler.cancel_dump_traceback_later()
 
-    def explain(self, error: Exception) -> None:
-        """Print the stacks of stuck processes, which then end, if that is why this one fails."""
+    def leave(self, error: BaseException, *, is_known: bool) -> None:
+        """Tell the others of an error, unless they know it; print why if one of them is stuck."""
         self._is_over.set()  # this one ends by its exception
         with suppress(RuntimeError):  # the service has ended
             for process in error.processes if isinstance(error, PeerTimeoutError) else ():
@@ -125,6 +135,8 @@ class _Watch:
                 self._note(process, "late" if at is None else _spell(at))
             if found := self._found_by_any():
                 self._show(found)
+            elif not is_known:
+                self._values.set(f"{self._folder}failed/{self._me}", spell_error(error))
 
     def _start(self) -> None:
         self._publish()
@@ -133,13 +145,7 @@ class _Watch:
 
     def _restart_timer(self) -> None:
         """Restart the timer until this process is stuck; a library that holds the GIL ends it."""
-        while not self._is_over.wait(self._patience / 10):
-            if self._is_stuck:
-                # Process 0 ends last, since the others ask it for their positions.
-                self._end_after(self._patience / 2 if self._me == 0 else 0.01)
-                return
-            if not self._owns_timer:
-                continue
+        while not self._is_over.wait(self._patience / 10) and not self._is_ending:
             if self._position.has_run:
                 # A little later than the others find it, so that they can name it.
                 self._end_after(self._limit + self._patience)
@@ -147,6 +153,7 @@ class _Watch:
                 faulthandler.cancel_dump_traceback_later()
 
     def _end_after(self, seconds: float) -> None:
+        """End this process by a timer, with code 1, unless it ends before."""
         file = sys.__stderr__ or sys.stderr
         faulthandler.dump_traceback_later(seconds, exit=True, file=file)
 
@@ -158,13 +165,16 @@ class _Watch:
             self._published = own
 
     def _read(self) -> None:
-        """Look at the positions of all, until one process has found that one is stuck."""
+        """Look at what the others say, until one has failed, or has found that one is stuck."""
         pause, read_at = min(self._patience / 10, _FOUND_SECONDS), -math.inf
         while not self._is_over.wait(pause):
             if found := self._found_by_any():
                 self._end_all(found)
                 return
-            if time.monotonic() - read_at >= self._patience / 10:
+            if failed := self._values.get(f"{self._folder}failed"):
+                self._end_after_error(failed)
+                return
+            if self._has_patience and time.monotonic() - read_at >= self._patience / 10:
                 read_at = time.monotonic()
                 self._look()
 
@@ -195,6 +205,7 @@ class _Watch:
         return {int(process): text for process, text in sorted(found.items())}
 
     def _end_all(self, found: Mapping[int, str]) -> None:
+        self._is_ending = True
         if self._me in found:
             self._values.set(f"{self._folder}stacks/{self._me}", _dump_stacks())
         self._show(found)
@@ -202,8 +213,28 @@ class _Watch:
         others, until = {str(process) for process in range(jax.process_count())}, self._deadline()
         while others - {*self._values.get(f"{self._folder}shown")} and time.monotonic() < until:
             time.sleep(_STACK_SECONDS)
-        self._is_stuck = True  # so that the other thread does not restart the timer
-        self._end_after(10 * _STACK_SECONDS if self._me == 0 else _STACK_SECONDS)
+        self._end()
+
+    def _end_after_error(self, failed: Mapping[str, str]) -> None:
+        """End this process if it does not leave by itself, since it waits for one that failed."""
+        if self._is_over.wait(_LEAVE_SECONDS):
+            return
+        for process, error in failed.items():
+            at = f"in {self._position.doing} at step {self._position.step}"
+            self._say(f"process {process} raised {error}; this process ends too, {at}")
+        self._end()
+
+    def _end(self) -> None:
+        """End this process with code 1, once all are at jax's shutdown, or after some seconds.
+
+        jax aborts those that are not there when another one ends, and when process 0 does, which
+        has its service.
+        """
+        self._is_ending = True  # so that nothing restarts or cancels the timer
+        self._end_after(_SHUTDOWN_SECONDS + (_LEAVE_SECONDS if self._me == 0 else 0))
+        with suppress(Exception):
+            jax.distributed.shutdown()
+        self._end_after(_STACK_SECONDS)
 
     def _show(self, found: Mapping[int, str]) -> None:
         for process, text in found.items():
@@ -224,10 +255,10 @@ class _Watch:
             self._say(f"process {process} gives no stacks; its own log has them once it ends")
 
     def _say(self, text: str) -> None:
-        print(f"stepfold: {text}", file=sys.stderr, flush=True)  # noqa: T201  see `report_failed_peer`
+        print(f"stepfold: {text}", file=sys.stderr, flush=True)  # noqa: T201  the main thread may hang
 
     def _deadline(self) -> float:
-        return time.monotonic() + min(self._patience, 4 * _FOUND_SECONDS)
+        return time.monotonic() + min(self._patience, _SHOW_SECONDS)
 
 
 def _spell(at: Seen) -> str:

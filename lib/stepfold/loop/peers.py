@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stepfold.core.processes import KeyValues, Position, spell_processes
+from stepfold.core.processes import KeyValues, Position, spell_error, spell_processes
 from stepfold.errors import DataError, StepfoldError, refuse
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Gather
@@ -27,8 +27,12 @@ from stepfold.loop.hooks.base import GoBack, Stop
 from stepfold.loop.run import Kind, Request, Requests, Run
 
 _VOTE_SECONDS = 0.25  # between votes
-_EVENT_VOTE_SECONDS = 0.02  # the same, if hooks have seen an event since
+_VISIT_VOTE_SECONDS = 0.02  # the same, after a visit of the parts
 _MAX_VOTE_STEPS = 256  # between votes, as steps may become slower
+# What hooks have seen: the fields of a run that events change, besides `closed`.
+_SEEN = (
+    *("epoch_ended_at", "logged_step", "logged_metrics", "evaluated", "history", "hook_states"),
+)
 
 
 class _Pace(NamedTuple):
@@ -50,11 +54,11 @@ class Several(Alone):
     def __init__(self) -> None:
         super().__init__()
         self.position = Position()
-        self.failed_process: int | None = None  # the first in which user code raised an error
         self._own = Requests()
         self._save_requests = 0
         self._seen_saves: Any = 0  # of each process, in the last vote that was read
-        self._has_event = False  # since the last vote
+        self._has_visited = False  # the parts, since the last vote
+        self._seen: Run | None = None  # by hooks, once one of them has raised an error
         self._gather: Gather | None = None
         self._votes: jax.Array | None = None  # dispatched, and not yet read
         self._pace = _Pace()
@@ -62,7 +66,7 @@ class Several(Alone):
         self._votes_on_batches = False
 
     def join(self, feed: BatchFeed, run: Run) -> None:
-        self._votes, self._has_event = None, False
+        self._votes, self._has_visited = None, False
         self._pace = self._pace._replace(voted_at=run.step, read_at=None)
         left, total = feed.batches_left(run.batches_used), run.total
         if left is not None and total is not None:
@@ -92,7 +96,8 @@ class Several(Alone):
         except Exception as error:
             if not self._votes_on_batches:  # the others may have dispatched this step already
                 raise
-            run, batches = self.defer(run, error), []
+            self._defer(run, error)
+            batches = []
         if self._votes_on_batches:
             return self._agree_on_batches(run, batches)
         left, is_new = feed.batches_left(run.batches_used), run.is_at_start and run.resumed is None
@@ -115,7 +120,7 @@ class Several(Alone):
         if run.is_at_start:  # a process may be minutes late
             KeyValues("fit").gather(None, "a first batch")
         run, counts = self._settle(run, len(batches))
-        if min(counts) == 0 < max(counts) and self.failed_process is None:
+        if min(counts) == 0 < max(counts) and not run.requests.has(Kind.ERROR):
             ended = [process for process, count in enumerate(counts) if not count]
             warnings.warn(
                 f"batches: expected the same number in every process, got {run.step} in "
@@ -125,20 +130,25 @@ class Several(Alone):
             )
         return run, batches[: min(counts)]
 
+    def agree_after_visit(self, run: Run) -> Run:
+        self._has_visited = True  # in all processes, whether or not hooks saw an event
+        return self.agree(run)
+
     def agree(self, run: Run) -> Run:
         """Vote if a vote is due, and agree on what the previous votes asked for.
 
-        All processes vote after the same steps, because they derive them from the same votes.
+        All processes vote after the same steps, because they derive them from the same votes and
+        visits.
         """
         pace = self._pace
-        seconds = _EVENT_VOTE_SECONDS if self._has_event else _VOTE_SECONDS
+        seconds = _VISIT_VOTE_SECONDS if self._has_visited else _VOTE_SECONDS
         steps = run.step - pace.voted_at
         if self._votes_on_batches or steps < min(
             seconds / pace.longest if pace.longest else 1, pace.max_steps
         ):
             return run
         previous, self._votes = self._votes, self._dispatch()
-        self._pace, self._has_event = pace._replace(voted_at=run.step), False
+        self._pace, self._has_visited = pace._replace(voted_at=run.step), False
         if previous is None:
             return run
         run = self._read(run, previous)
@@ -166,8 +176,6 @@ class Several(Alone):
         return run
 
     def hear(self, run: Run) -> Run:
-        """Vote sooner, since hooks have seen an event and may have made requests."""
-        self._has_event = True
         return run
 
     def withdraw(self, run: Run, *kinds: Kind, instead: Sequence[Request] = ()) -> Run:
@@ -176,22 +184,38 @@ class Several(Alone):
         self._own = self._own.without(*kinds).add(*own)
         return super().withdraw(run, *kinds, instead=instead)
 
-    def defer(self, run: Run, error: Exception) -> Run:
-        """Take part in the steps of the others until they know of the error.
+    def call_hooks(self, run: Run, function: Callable[..., Any], *args: Any) -> Any:
+        if self._seen is None:
+            try:
+                return function(*args)
+            except Exception as error:  # noqa: BLE001  raised by `raise_error`
+                self._defer(run, error)
+        self._seen = self.as_seen(run)
+        return NO_VALUE
 
-        Until then the hooks of this process see no more events; a checkpoint keeps those, and a
-        resume shows them.
-        """
-        self.error = error
-        self.notify(Request(Kind.ERROR, 0, Stop("error", "user code raised an error")))
-        return run
+    def _defer(self, run: Run, error: Exception) -> None:
+        """Take part in what the others do until they know of the error."""
+        if self.error is None:
+            self.error, self._seen = error, run
+            self.notify(Request(Kind.ERROR, 0, Stop("error", "user code raised an error")))
+
+    def as_seen(self, run: Run) -> Run:
+        if (seen := self._seen) is None:
+            return run
+        later = [each for each in run.closed if not any(each is one for one in seen.closed)]
+        kept = {name: getattr(seen, name) for name in _SEEN}
+        return run._replace(closed=(*seen.closed, *later), **kept)
 
     def raise_error(self, run: Run) -> None:
+        """Raise it in all processes, which exchange it here, since it may have come last."""
+        errors = KeyValues("fit").gather(spell_error(self.error), "the end of the run")
+        self.leave_together = any(errors)
         if self.error is not None:
             raise self.error
-        if (process := self.failed_process) is not None:
-            got = f"one in process {process}, which shows it; all stopped at step {run.step}"
-            refuse("fit", "no error in any process", got, kind=StepfoldError)
+        for process, error in enumerate(errors):
+            if error:
+                got = f"{error}, in process {process}; all stopped at step {run.step}"
+                refuse("fit", "no error in any process", got, kind=StepfoldError)
 
     def settle(self, run: Run) -> Run:
         return self._settle(run)[0]
@@ -212,8 +236,6 @@ class Several(Alone):
         own = [request.reason for request in self._own]
         for process, requests in enumerate(gathered):
             for kind, step, reason, by_hook in requests:
-                if kind == Kind.ERROR and self.failed_process is None:
-                    self.failed_process = process
                 reason = _read_reason(Kind(kind), reason)
                 if isinstance(reason, Stop) and reason not in own:
                     message = f"process {process} stopped: {reason.message}"
@@ -232,7 +254,6 @@ class Several(Alone):
                 self._save_requests += 1
             else:
                 self._own = self._own.add(request)
-            self._has_event = self._has_event or request.kind is not Kind.SIGNAL
 
     def _dispatch(self, batches: int = 0) -> jax.Array:
         self._read_inbox()  # a signal that is received from now on is part of the next vote
@@ -261,7 +282,6 @@ class Several(Alone):
         """Return the highest kind of request; `conclude` collects the reasons."""
         own = self._own.get(kind)
         if kind is Kind.ERROR:
-            self.failed_process = process if self.failed_process is None else self.failed_process
             reason: Any = Stop("error", f"process {process} raised an error")
         else:
             reason = own.reason if own else Stop("hook", f"process {process} stopped")

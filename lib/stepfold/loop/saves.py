@@ -77,12 +77,11 @@ class Save:
             later = Request(Kind.SAVE, run.step + 1)  # until there is something new
             return run if request is None else run.without(Kind.SAVE).ask(later)
         is_requested = (request is not None and request.reason is None) or self._is_needed(run)
-        if not self._peers.error:
-            if not run.closed and run.current and self._is_wrong(run, is_requested):
-                run = run.close_interval()  # a hook may find out more
-            if run.closed:
-                due = Request(Kind.SAVE, run.step, "due")
-                return run if request is not None else run.ask(due)
+        if not run.closed and run.current and self._is_wrong(run, is_requested):
+            run = run.close_interval()  # a hook may find out more
+        if run.closed:
+            due = Request(Kind.SAVE, run.step, "due")
+            return run if request is not None else run.ask(due)
         saved = self.save(run, permanent=is_requested, is_requested=is_requested)
         if request is None or request.reason is not None:
             self._warn_of_time(run)

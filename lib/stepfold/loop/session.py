@@ -185,7 +185,7 @@ class Session:
     def describe(self, run: Run) -> dict[str, Any]:
         """Return what a checkpoint holds next to the state."""
         options, rollbacks = self._options, self.rollbacks
-        saved = run.to_checkpoint(
+        saved = self.peers.as_seen(run).to_checkpoint(
             has_history=options.save_history, logs_epochs=self.hooks.wants_epochs
         )
         parts = options.restored_parts and [*options.restored_parts]

@@ -91,8 +91,9 @@ def start_distributed(
     - before all are connected: `ConfigError` at most half a minute after process 0 ended, otherwise
       `timeout` seconds after the start of this call;
     - killed or frozen later: jax terminates the others after `heartbeat` seconds;
-    - an exception: that process waits for the others at its exit. They fail in their next
-      collective, or jax terminates all of them after `shutdown` seconds.
+    - an exception: that process waits for the others at its exit. In `fit` they end within seconds.
+      Elsewhere they fail in their next collective, or jax terminates all of them after `shutdown`
+      seconds.
 
     Args:
       coordinator: "host:port", the same in all processes: the host of process 0 and any free port.
