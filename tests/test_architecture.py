@@ -21,7 +21,7 @@ NAMES = {f"stepfold.{'.'.join(path.with_suffix('').parts)}": path for path in MO
 
 # An import may only point down this list, and never to a sibling on the same line.
 LAYERS = [
-    {"adapter"},
+    {"adapter", "debug"},
     {"loop"},
     {"inspect"},
     {"checkpoint", "data", "sharding"},

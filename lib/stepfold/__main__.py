@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stepfold.core.validation import absolute_path, is_url, spell_call, suggest, takes
+from stepfold.debug.diff import diff
 from stepfold.errors import ConfigError, StepfoldError, refuse
 from stepfold.loop.evaluator import find_store, follow_run
 
@@ -36,8 +37,18 @@ def main(arguments: Sequence[str]) -> int:
     evaluate.add_argument("--once", action="store_true", help=text)
     text = "seconds without a new checkpoint after which to end"
     evaluate.add_argument("--timeout", type=float, metavar="SECONDS", help=text)
+    text = "say where two runs part, and what may be the cause; return 1 if they do"
+    compare = verbs.add_parser("diff", help=text, description=text)
+    for name in ("a", "b"):
+        compare.add_argument(name, metavar=name.upper(), help="a run_dir of fit, or its upload")
+    text = "the relative difference of metrics that is allowed; compares metrics alone"
+    compare.add_argument("--rtol", type=float, default=0.0, metavar="X", help=text)
     options = parser.parse_args(arguments)
     try:
+        if options.verb == "diff":
+            found = diff(options.a, options.b, rtol=options.rtol)
+            print(found)  # noqa: T201  this is a command
+            return int(found.differs_at is not None)
         _evaluate(options)
     except KeyboardInterrupt:
         return 130

@@ -1,0 +1,1 @@
+"""Find out what went wrong in a run: where two runs part."""
