@@ -102,9 +102,9 @@ def test_a_plain_mean_of_rows_keeps_all_laws_without_a_mask():
 @pytest.mark.parametrize(
     ("loss", "law", "advice"),
     [
-        (mean_of_means, "split: the term loss", "return sf.mean"),
+        (mean_of_means, "split: term/loss", "return sf.mean"),
         (ignores_the_mask, "padding: ", "give the mask to each mean"),
-        (metric_ignores_the_mask, "padding: the metric error", "give the mask to each mean"),
+        (metric_ignores_the_mask, "padding: ", "give the mask to each mean"),
         (one_key, "order: ", "from the key alone"),
         (draws_from_numpy, "deterministic: ", "not from numpy"),
         (stops_the_gradient, "slope: ", "stop_gradient"),
@@ -181,7 +181,7 @@ class Careless:
 
 def test_a_generator_that_is_used_twice_is_named():
     generator = (np.full(2, number) for number in itertools.count())
-    with pytest.raises(testing.LawError, match="again: it is .* in batch 0; make a new source"):
+    with pytest.raises(testing.LawError, match="again: the array .* in batch 0; make a new source"):
         testing.check_batches(lambda: generator)
 
 
@@ -243,3 +243,57 @@ def test_bits_are_asked_for_without_rtol():
     mesh = sf.make_mesh((-1,), ("data",))
     with pytest.raises(testing.LawError, match="of one device"):
         testing.check_layouts(linear_step(), linear_state(), batch, [mesh], rtol=None)
+
+
+def make_run(careless=False):
+    """Return a call of `fit` that can be sent to another process."""
+
+    def run(directory):
+        import os
+
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+        import optax
+
+        import stepfold as sf
+
+        seed = os.getpid() if careless else 0
+        data = np.random.default_rng(seed).normal(size=(64, 4)).astype(np.float32)
+        tx = optax.adam(1e-2)
+        step = sf.make_train_step(lambda params, x, key: sf.mean((x @ params - 1) ** 2), tx)
+
+        def pause(event):
+            import time
+
+            time.sleep(0.05)  # so that a kill is in time
+
+        sf.fit(
+            step,
+            sf.init_state(jnp.ones(4), tx, jax.random.key(0)),
+            sf.batches(data, 8, seed=0),
+            steps=60,
+            run_dir=directory,
+            checkpoints=sf.Checkpoints(every=20, keep=None),
+            hooks=[pause, sf.progress("none")],
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("careless", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_run_is_cut_and_compared(careless):
+    run = make_run(careless)
+    if careless:
+        with pytest.raises(testing.LawError, match="contents of the data"):
+            testing.check_resume(run, cuts=1)
+    else:
+        testing.check_resume(run, cuts=2)
+
+
+def test_a_run_that_fails_without_a_cut_is_shown():
+    def run(directory):
+        raise ValueError("of the user")
+
+    with pytest.raises(ConfigError, match="of the user"):
+        testing.check_resume(run)

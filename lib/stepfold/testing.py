@@ -106,12 +106,11 @@ def check_loss(
     key = jax.random.key(0) if key is None else key
     rows = _row_count(batch)
     function = make_grad(loss_fn, stateful=stateful)
-    evaluate = jax.jit(lambda params, batch, key: function(params, batch, key, model_state)[:3])
+    evaluate = jax.jit(_named(function, model_state))
     whole = evaluate(params, batch, key)
     laws = _Laws("check_loss", ["deterministic", "finite"])
 
-    other_function = make_grad(loss_fn, stateful=stateful)
-    again = jax.jit(lambda params, batch, key: other_function(params, batch, key, model_state)[:3])
+    again = jax.jit(_named(make_grad(loss_fn, stateful=stateful), model_state))
     if differing := _differences(whole, again(params, batch, key)):
         laws.broken(
             "deterministic",
@@ -421,15 +420,19 @@ run(sys.argv[2])
 
 
 def _pickle(run: Any) -> bytes:
-    if find_spec("cloudpickle") is not None:
-        import cloudpickle
-
-        return bytes(cloudpickle.dumps(run))
+    has_cloudpickle = find_spec("cloudpickle") is not None
     try:
+        if has_cloudpickle:
+            import cloudpickle
+
+            return bytes(cloudpickle.dumps(run))
         return pickle.dumps(run)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        advice = "pip install 'stepfold[workers]', or define it in a module"
-        refuse("run", "a function that pickle can send", f"{error}", advice, cause=error)
+        advice = "let it make what it uses, or define that in a module"
+        if not has_cloudpickle:
+            advice += ", or pip install 'stepfold[workers]' for functions of a script or a notebook"
+        expected = "a function that can be sent to another process"
+        refuse("run", expected, f"one that uses what cannot: {error}", advice, cause=error)
 
 
 def _run(
@@ -537,21 +540,16 @@ def _compare(check: Callable[[Any, Any], Any], wanted: Any, got: Any) -> str:
         try:
             check(leaf, other[name])
         except AssertionError:
-            values = [
-                tree.describe_value(x) if np.size(x) > 1 else f"{x}" for x in (leaf, other[name])
-            ]
-            size = (
-                np.abs(np.float64(leaf) - np.float64(other[name])).max() if np.size(leaf) > 1 else 0
-            )
-            change = f" by {size:.3g}" if size else ""
-            return f"{_title(name)} is {values[1]}, not {values[0]}{change}"
+            return _describe_change(name or "the array", leaf, other[name])
     return ""
 
 
-def _title(name: str) -> str:
-    kinds = {"0": "the gradient of ", "1": "the term ", "2": "the metric "}
-    first, _, rest = name.partition("/")
-    return f"{kinds[first]}{rest}" if first in kinds and rest else name or "it"
+def _describe_change(name: str, wanted: np.ndarray, got: np.ndarray) -> str:
+    if wanted.shape != got.shape or wanted.dtype != got.dtype:
+        return f"{name} is {tree.describe_value(got)}, not {tree.describe_value(wanted)}"
+    if wanted.size == 1 or wanted.dtype.kind not in "fiu":
+        return f"{name} is {got.item():.6g}, not {wanted.item():.6g}" if wanted.size == 1 else name
+    return f"{name} differs by up to {np.abs(np.float64(got) - np.float64(wanted)).max():.3g}"
 
 
 def _numbers(node: Any) -> Any:
@@ -567,8 +565,7 @@ def _numbers(node: Any) -> Any:
 
 def _nonfinite(node: Any) -> list[str]:
     leaves = tree.named_leaves(_numbers(node))
-    bad = [name for name, x in leaves if x.dtype.kind == "f" and not np.isfinite(x).all()]
-    return [_title(name) for name in bad]
+    return [name for name, x in leaves if x.dtype.kind == "f" and not np.isfinite(x).all()]
 
 
 def _is_float(leaf: Any) -> bool:
@@ -582,15 +579,30 @@ def _row_count(batch: Any) -> int:
     return int(sizes.pop())
 
 
-def _merge(one: Any, other: Any) -> tuple[Any, ...]:
+def _named(function: Any, model_state: Any) -> Any:
+    """Name what a gradient function returns."""
+
+    def run(params: Any, batch: Any, key: Any) -> dict[str, Any]:
+        grads, terms, metrics, _ = function(params, batch, key, model_state)
+        return {"gradient": grads, "term": terms, "metric": metrics}
+
+    return run
+
+
+def _merge(one: Any, other: Any) -> dict[str, Any]:
     """Merge the terms and metrics of two parts of a batch."""
-    merge: Any = lambda a, b: {name: a[name].merge(b[name]) for name in a}
-    return None, merge(one[1], other[1]), merge(one[2], other[2])
+    return {
+        kind: {name: part.merge(other[kind][name]) for name, part in one[kind].items()}
+        for kind in ("term", "metric")
+    }
 
 
-def _computed(results: Any) -> tuple[Any, ...]:
+def _computed(results: Any) -> dict[str, Any]:
     """Return the values of terms and metrics, without their totals and weights."""
-    return (), *({name: m.compute() for name, m in part.items()} for part in results[1:])
+    return {
+        kind: {name: metric.compute() for name, metric in results[kind].items()}
+        for kind in ("term", "metric")
+    }
 
 
 def _pad(leaf: Any) -> Any:

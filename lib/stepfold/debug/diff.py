@@ -581,12 +581,10 @@ def _lines(found: RunDiff) -> Iterator[str]:
     if found.differs_at is None:
         yield f"no difference up to step {found.equal_until:,} of {end:,}"
     else:
-        after = (
-            f"after step {found.equal_until:,}, up to "
-            if found.differs_at - found.equal_until > 1
-            else ""
-        )
-        yield f"first difference: {after}step {found.differs_at:,} of {end:,}"
+        where = f"in step {found.differs_at:,}"
+        if found.differs_at > found.equal_until + 1:
+            where = f"after step {found.equal_until:,}, at the latest {where}"
+        yield f"first difference: {where} of {end:,}"
         rows: list[tuple[str, str]] = []
         if found.leaves:
             more = f" and {len(found.leaves) - 1:,} more" if len(found.leaves) > 1 else ""
