@@ -6,7 +6,6 @@ a test or a notebook. The laws are those that `fit` relies on: a loss is totals 
 the rounding.
 """
 
-import os
 import pickle
 import signal
 import subprocess
@@ -413,6 +412,7 @@ def check_resume(
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 _CHILD = """
 import pickle, sys
+sys.path[:] = {path}
 with open(sys.argv[1], "rb") as file:
     run = pickle.load(file)
 run(sys.argv[2])
@@ -445,12 +445,10 @@ def _run(
 ) -> None:
     """Run the program in a process, to the end, or until it has logged a step."""
     log = program.with_suffix(".log")
-    command = [sys.executable, "-c", _CHILD, str(program), str(directory)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    code = _CHILD.format(path=sys.path)
+    command = [sys.executable, "-c", code, str(program), str(directory)]
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None and time.monotonic() < deadline:
                 if until is not None and (last_step(directory / "metrics.jsonl") or 0) >= until:
@@ -458,16 +456,16 @@ def _run(
                     process.wait(max(1.0, deadline - time.monotonic()))
                     return
                 time.sleep(0.01)
-            code = process.poll()
+            exit_code = process.poll()
         finally:
             if process.poll() is None:
                 process.kill()
             process.wait()
-    if code is None:
+    if exit_code is None:
         refuse("timeout", "a longer time for the run", "an end of the time")
-    if code != 0:
+    if exit_code != 0:
         end = log.read_text(errors="replace").strip()[-2000:]
-        raise ConfigError(f"run: expected it to end with code 0, got {code}:\n{end}")
+        raise ConfigError(f"run: expected it to end with code 0, got {exit_code}:\n{end}")
 
 
 def _rows(directory: Path) -> list[int]:
