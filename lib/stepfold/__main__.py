@@ -3,6 +3,9 @@
 python -m stepfold launch --processes 4 script.py ...
     start the processes of one machine, and start all of them again when one dies
 
+python -m stepfold diff RUN_A RUN_B
+    say where two runs part, and what may be the cause
+
 python -m stepfold evaluate script.py:make RUN_DIR
     evaluate the checkpoints of a run
 
@@ -43,12 +46,24 @@ def main(arguments: Sequence[str]) -> int:
     evaluate.add_argument("--once", action="store_true", help=text)
     text = "seconds without a new checkpoint after which to end"
     evaluate.add_argument("--timeout", type=float, metavar="SECONDS", help=text)
+    text = "say where two runs part, and what may be the cause; return 1 if they do"
+    compare = verbs.add_parser("diff", help=text, description=text)
+    for name in ("a", "b"):
+        compare.add_argument(name, metavar=name.upper(), help="a run_dir of fit, or its upload")
+    text = "the relative difference of metrics that is allowed; compares metrics alone"
+    compare.add_argument("--rtol", type=float, default=0.0, metavar="X", help=text)
     options = parser.parse_args(arguments)
     if options.verb == "launch":
         return launcher.run(launcher.launch_from(options, launch))
     from stepfold.errors import ConfigError, StepfoldError  # imports jax; launch does without
 
     try:
+        if options.verb == "diff":
+            from stepfold.debug.diff import diff
+
+            found = diff(options.a, options.b, rtol=options.rtol)
+            print(found)  # noqa: T201  this is a command
+            return int(found.differs_at is not None)
         _evaluate(options)
     except KeyboardInterrupt:
         return 130

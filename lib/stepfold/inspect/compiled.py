@@ -5,6 +5,7 @@ a message. That takes minutes for a large model. A `CompiledStep` takes the fast
 call that would trace again enters Python, where its arguments are compared with the compiled ones.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -52,6 +53,7 @@ class CompiledStep:
       state: the abstract state, with shardings.
       batch: the abstract batch, with shardings.
       trains: whether it returns a state, as a `StepFn` does and an `EvalFn` does not.
+      digest: of the program before it is optimized, so that equal programs have equal ones.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> state = sf.init_state(jnp.ones(3), optax.sgd(0.1), jax.random.key(0))
@@ -69,6 +71,7 @@ class CompiledStep:
     batch: Any
     _: KW_ONLY
     trains: bool
+    digest: str = ""
     _call: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -258,7 +261,10 @@ def compile_step(
         raise exhausted(error, state, batch) from error
     is_compiled = True
     _warn_of_unused_axes((state, batch), traced.jaxpr)
-    return CompiledStep(step, jitted, compiled, traced.jaxpr, state, batch, trains=trains)
+    digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
+    return CompiledStep(
+        step, jitted, compiled, traced.jaxpr, state, batch, trains=trains, digest=digest
+    )
 
 
 def _as_traced(batch: Any, example: Any) -> Any:

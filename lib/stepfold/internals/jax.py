@@ -310,15 +310,18 @@ def output_shardings(closed_jaxpr: Any) -> list[Any]:
 def user_frame(equation: Any, *, default: bool = False) -> Any:
     """Return the innermost frame of the user's code that made an equation, or None.
 
-    With `default`, it is the innermost of all if the user has none. It has a `file_name`,
+    With `default`, it is the innermost outside of jax if the user has none. It has a `file_name`,
     `line_num` and `function_name`. Without jax's record of it, reports do not name lines.
     """
     traceback = getattr(getattr(equation, "source_info", None), "traceback", None)
     frames = [*getattr(traceback, "frames", ())]
     own = (frame for frame in frames if not frame.file_name.startswith(_LIBRARIES))
-    return next(own, frames[0] if default and frames else None)
+    others = (frame for frame in frames if not frame.file_name.startswith(_JAX))
+    innermost = next(others, frames[0] if frames else None)
+    return next(own, innermost if default else None)
 
 
+_JAX = f"{Path(jax.__file__).parent}/"
 _PATHS = sysconfig.get_paths()
 _LIBRARIES = (
     *{f"{_PATHS[key]}/" for key in ("purelib", "platlib", "stdlib")},

@@ -160,7 +160,7 @@ def has_virtual_devices() -> bool:
 
 
 def _describe(step: CompiledStep, count: int) -> dict[str, Any]:
-    """Describe what decides the program of a step, except its code."""
+    """Describe a program of a step, and what decides it besides the code."""
     shapes = [
         f"{name}: {tree.describe_value(leaf)}, {leaf.sharding}"
         for name, leaf in tree.named_leaves(step.state)
@@ -177,12 +177,14 @@ def _describe(step: CompiledStep, count: int) -> dict[str, Any]:
             f"{name} {tree.describe_value(leaf)}".strip() for name, leaf in tree.named_leaves(batch)
         )[:200],
         "steps in a call": count,
+        "program": step.digest,
     }
 
 
 def _changes(before: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> str:
     """Say what differs from the most similar step of earlier attempts."""
-    changed = [[name for name in new if old.get(name) != new[name]] for old in before]
+    known = [name for name in new if name != "program"]
+    changed = [[name for name in known if old.get(name) != new[name]] for old in before]
     names, old = min(zip(changed, before, strict=True), key=lambda pair: len(pair[0]))
     if not names:
         return "its code, a constant or a setting of XLA has changed, or the cache lacks it"

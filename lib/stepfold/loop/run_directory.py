@@ -23,8 +23,10 @@ from stepfold.loop.report.read import Curve, read_curves
 from stepfold.loop.report.report_writer import ReportWriter
 from stepfold.loop.run import Run
 from stepfold.loop.run_info import (
+    changes_of,
     config_changes,
     flatten_config,
+    flatten_settings,
     move_previous_run,
     read_key,
     read_run_info,
@@ -167,12 +169,14 @@ class RunDirectory:
         if self.path is None or self._report is None or jax.process_index() != 0:
             return
         try:
-            before = read_run_info(self.path).get("config")
+            info = read_run_info(self.path)
         except (StepfoldError, OSError):
             return  # the report warns of it
-        after = self._metadata["config"]
+        before, after = info.get("config"), self._metadata["config"]
         changes = config_changes(before, after)
         self._report.config_changes = changes
+        settings = flatten_settings(info), flatten_settings(self._metadata)
+        self._report.changes = changes_of(*settings) if info else {}
         if changes and before is not None:
             old, new = flatten_config(before), flatten_config(after)
             text = ", ".join(_describe_change(name, old, new) for name in changes)

@@ -138,11 +138,21 @@ def _named_values(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(tree.path_name(path), value) for path, value in leaves]
 
 
+def flatten_settings(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Name what decides the steps of a run besides its config, such as `versions/jax`."""
+    sections = ("arguments", "versions", "devices", "mesh", "seed", "parameters")
+    return flatten_config({name: info[name] for name in sections if info.get(name) is not None})
+
+
 def config_changes(
     before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
 ) -> dict[str, list[Any]]:
     """Return the old and new values that differ, by path; None where a value is missing."""
-    old, new = flatten_config(before), flatten_config(after)
+    return changes_of(flatten_config(before), flatten_config(after))
+
+
+def changes_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the old and new values that differ, by name; None where a value is missing."""
     return {
         name: [old.get(name), new.get(name)]
         for name in {**old, **new}
@@ -224,6 +234,7 @@ _ATTEMPT = {
     "parts?": [(str, _is_number)],
     "saves?": is_count,
     "config_changes?": _are_changes,
+    "changes?": _are_changes,
     "compiled?": {
         **{name: {"count": is_count, "seconds": _is_number} for name in ("loaded", "new")},
         "steps": [{}],

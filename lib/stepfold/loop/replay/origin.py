@@ -3,7 +3,7 @@
 `jax.experimental.checkify` does not check for an overflow or a log of zero.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +48,20 @@ def find_origin(
 
 def _evaluate(jaxpr: Any, consts: Any, inputs: Any, position: tuple[int, ...]) -> Iterator[Origin]:
     """Evaluate a program, and yield each operation that makes NaN or inf."""
+    for number, (eqn, arguments, results) in enumerate(run_operations(jaxpr, consts, inputs)):
+        worst = _worst_value(results)
+        if worst is None:
+            continue
+        if inner := inner_program(eqn):
+            yield from _evaluate(inner.jaxpr, inner.consts, arguments, (*position, number))
+        elif _worst_value(arguments) not in (worst, "nan"):
+            yield Origin(eqn.primitive.name, worst, line_of(eqn), (*position, number))
+
+
+def run_operations(
+    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]
+) -> Iterator[tuple[Any, list[Any], list[Any]]]:
+    """Evaluate a program; yield each operation with its arguments and the results that are used."""
 
     def is_variable(atom: Any) -> bool:
         return not isinstance(atom, core.Literal)
@@ -55,7 +69,7 @@ def _evaluate(jaxpr: Any, consts: Any, inputs: Any, position: tuple[int, ...]) -
     atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
     used = set(filter(is_variable, atoms))
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-    for number, eqn in enumerate(jaxpr.eqns):
+    for eqn in jaxpr.eqns:
         arguments = [values[v] if is_variable(v) else v.val for v in eqn.invars]
         variables = list(dict.fromkeys(filter(is_variable, eqn.invars)))
         outputs = [v for v in eqn.outvars if v in used]
@@ -64,13 +78,7 @@ def _evaluate(jaxpr: Any, consts: Any, inputs: Any, position: tuple[int, ...]) -
         single = core.Jaxpr((), variables, outputs, [eqn], eqn.effects, debug)
         results = core.jaxpr_as_fun(core.ClosedJaxpr(single, ()))(*(values[v] for v in variables))
         values.update(zip(outputs, results, strict=True))
-        worst = _worst_value(results)
-        if worst is None:
-            continue
-        if inner := _inner_program(eqn):
-            yield from _evaluate(inner.jaxpr, inner.consts, arguments, (*position, number))
-        elif _worst_value(arguments) not in (worst, "nan"):
-            yield Origin(eqn.primitive.name, worst, _line(eqn), (*position, number))
+        yield eqn, arguments, results
 
 
 def _worst_value(values: Any) -> str | None:
@@ -80,7 +88,7 @@ def _worst_value(values: Any) -> str | None:
     return "inf" if any(bool(jnp.isinf(v).any()) for v in floats) else None
 
 
-def _inner_program(eqn: Any) -> Any:
+def inner_program(eqn: Any) -> Any:
     """Return the program that an operation calls with its own arguments, as jit does."""
     values = () if eqn.primitive.name in ("scan", "while", "cond") else eqn.params.values()
     for value in values:
@@ -91,7 +99,7 @@ def _inner_program(eqn: Any) -> Any:
     return None
 
 
-def _line(eqn: Any) -> str:
+def line_of(eqn: Any) -> str:
     """Describe the innermost line of user code, or else the innermost of all."""
     frame = user_frame(eqn, default=True)
     if frame is None:

@@ -51,7 +51,9 @@ class ReportWriter(BaseHook):
             real, root = os.path.realpath(directory), os.path.realpath(run_dir)
             if Path(real).is_relative_to(root):  # the run can be moved
                 settings["directory"] = os.path.relpath(real, root)
-        self.config_changes: Mapping[str, Any] = {}  # between the last attempt and the next one
+        # Between the last attempt and the next one: of the config, and of other settings.
+        self.config_changes: Mapping[str, Any] = {}
+        self.changes: Mapping[str, Any] = {}
         self._attempts: list[dict[str, Any]] = []
         self._attempt: dict[str, Any] = {}  # the last of them, once it is open
         self._opened_at = time.perf_counter()
@@ -100,6 +102,8 @@ class ReportWriter(BaseHook):
         self._attempt |= {"updated": self._attempt["began"], "ended": None, "stop": None}
         if self.config_changes:
             self._attempt["config_changes"] = self.config_changes
+        if self.changes:
+            self._attempt["changes"] = self.changes
         self._attempts.append(self._attempt)
         self._try(self._write_info)
 
