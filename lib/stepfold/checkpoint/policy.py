@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -10,6 +11,7 @@ from stepfold.checkpoint.series import Series, StepReader, is_scheduled
 from stepfold.checkpoint.steps import Best, read_best
 from stepfold.checkpoint.store import Store, open_store
 from stepfold.checkpoint.temporary import Temporary, find_temporary
+from stepfold.checkpoint.tier import TierStore
 from stepfold.checkpoint.verify import damage_of
 from stepfold.core.validation import (
     absolute_path,
@@ -217,7 +219,13 @@ class Checkpoints(StepReader):
 
         With `temporary`, the newest step and a step by its number may be a temporary one.
         """
-        return restore_from(self._stores() or [open_store(self.directory)], like, **options)[0]
+        stores = self._stores() or [open_store(self.directory)]
+        with ExitStack() as stack:
+            for store in stores:
+                if isinstance(store, TierStore):
+                    store.connect()
+                    stack.callback(store.close)
+            return restore_from(stores, like, **options)[0]
 
     def clean(self) -> list[str]:
         """Rename damaged steps to `12.damaged`, and delete what killed runs left behind.

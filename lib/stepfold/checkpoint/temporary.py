@@ -1,4 +1,4 @@
-"""A second directory for frequent saves, such as a local disk, and how a series finds its part."""
+"""A second directory for frequent saves, such as a RAM disk, and how a series finds its part."""
 
 import hashlib
 import os
@@ -7,13 +7,14 @@ import secrets
 import warnings
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 
 from stepfold.checkpoint.manifest import read_fields
 from stepfold.checkpoint.steps import read_directory
-from stepfold.checkpoint.store import Store, local_path, open_store, open_to_save
+from stepfold.checkpoint.store import PermanentStore, Store, local_path
+from stepfold.checkpoint.tier import TierStore, open_tier
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.validation import read_integer, read_positive
 from stepfold.errors import CheckpointError, refuse
@@ -26,7 +27,7 @@ _IDENTITY = "series.json"
 
 @dataclass(frozen=True)
 class Temporary:
-    """A second directory for frequent saves, such as a local disk.
+    """A second directory for frequent saves, such as a RAM disk or a local SSD.
 
     Give it as `Checkpoints(temporary=Temporary(…))`. A permanent save, one in the directory of the
     series, deletes the temporary steps up to its own. Saves by request, at a signal, and at the end
@@ -36,14 +37,24 @@ class Temporary:
     Each series has a folder in the directory, so that runs can share the directory. It is named by
     the real path or URL of the series and by an identity, which is stored in `series.json` next to
     the permanent steps. Temporary steps belong to one series; a new series at the same path ignores
-    them. A temporary save that fails, as on a full disk, causes a warning. Several processes need
-    to see the same directory: a disk of one host serves the processes on that host only.
+    them. A temporary save that fails, as on a full disk, causes a warning.
+
+    With several processes, each host may have its own directory, or all share one. Each host writes
+    the slices of the state that it holds. `replicas` more hosts get a copy, over the network, so
+    that as many may be lost with their directories. No process waits for another in a save. A
+    resume may have other hosts and more or fewer processes: each of them asks the others for what
+    it lacks. If too much is lost or damaged, the next older step is taken, of either kind.
+
+    A directory needs room for `keep` + 2 steps, which is the share of its host in the state and in
+    the replicas of others.
 
     Attributes:
       directory: the directory, which is not a URL.
       every: steps between temporary saves.
       every_minutes: minutes since the last save of either kind, checked as in `Checkpoints`.
       keep: number of latest temporary steps to keep.
+      replicas: number of hosts besides the first that have each slice of the state, as far as there
+        are hosts. With one host, or one directory for all, it has no effect.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder, local = tempfile.mkdtemp(), tempfile.mkdtemp()
@@ -61,6 +72,7 @@ class Temporary:
     every: int | None = None
     every_minutes: float | None = None
     keep: int = 1
+    replicas: int = 1
     every_epochs: ClassVar[None] = None
 
     def __post_init__(self) -> None:
@@ -70,6 +82,7 @@ class Temporary:
         if self.every_minutes is not None:
             read_positive("every_minutes", self.every_minutes)
         object.__setattr__(self, "keep", read_integer("keep", self.keep))
+        object.__setattr__(self, "replicas", read_integer("replicas", self.replicas, minimum=0))
         if self.every is None and self.every_minutes is None:
             refuse("temporary", "every=… or every_minutes=…", "neither")
 
@@ -82,25 +95,29 @@ class Temporary:
         return read_directory(self.directory) / f"series-{digest}-{identity}"
 
 
-def find_temporary(temporary: Temporary, series: Store) -> Store | None:
+def find_temporary(temporary: Temporary, series: Store) -> TierStore | None:
     """Open the temporary steps of a series to read them; None if it never had any."""
     identity = _read_identity(series)
-    return None if identity is None else open_store(temporary.folder_of(series, identity))
+    return None if identity is None else TierStore(temporary.folder_of(series, identity))
 
 
-def open_temporary(temporary: Temporary, series: Store) -> Store | None:
+def open_temporary(temporary: Temporary, series: PermanentStore) -> TierStore | None:
     """Open the store of temporary steps, or return None if the disk is full; collective."""
-    identity = None
+    identity: str | None = None
+    is_new = False
     with agreement(f"{series.location}: not opened"):
         if jax.process_index() == 0:
             identity = _read_identity(series)
+            is_new = identity is None
             if identity is None:
                 identity = secrets.token_hex(4)
-                _warn_of_others(temporary, series)
                 series.write_note(_IDENTITY, {"id": identity})
-    folder = temporary.folder_of(series, broadcast_from_first([identity])[0] or "")
+    agreed: list[Any] = broadcast_from_first([identity, is_new])
+    folder = temporary.folder_of(series, agreed[0])
+    if agreed[1]:
+        _warn_of_others(temporary, series)
     try:
-        return open_to_save(folder)
+        return open_tier(folder, keep=temporary.keep, replicas=temporary.replicas)
     except CheckpointError as error:
         if not texts.DISK_FULL.search(str(error)):
             raise
@@ -122,7 +139,7 @@ def _warn_of_others(temporary: Temporary, series: Store) -> None:
     """Warn if earlier series at the same path have left temporary steps."""
     pattern = temporary.folder_of(series, "*")
     for folder in sorted(pattern.parent.glob(pattern.name)):
-        if open_store(folder).steps():
+        if TierStore(folder).steps():
             warnings.warn(
                 f"{folder}: temporary steps of an earlier series in {series.location}, which "
                 "was deleted or moved, are not continued; delete them, or move it back",
