@@ -280,14 +280,15 @@ def draw_events(chance, hosts, began):
     """Draw what is done to a life; return the events, the crash points, and a description."""
     ranks = range(len(hosts))
     when = after(chance.uniform(0, 3))
-    if chance.random() < 0.85:
-        when = at_step(chance.randint(began, min(STEPS - 1, began + 14)))
+    last = min(STEPS - 1, began + 14)
+    if chance.random() < 0.85 and began < last:
+        when = at_step(chance.randint(began, last))
     one = [chance.choice(ranks)]
     kind = chance.choice(["kill", "kill", "all", "stop", "crash", "crash", "crash"])
     if kind == "crash":
         names = [*POINTS]
         crash = chance.choice(names), chance.randint(1, 20), chance.random() < 0.5
-        later = at_step(min(STEPS - 1, began + 14))
+        later = at_step(last)
         kill = lambda life: life.send(one, signal.SIGKILL)
         return [(later, kill)], {str(one[0]): crash}, f"{crash} in {one}"
     if kind == "stop":

@@ -1,6 +1,7 @@
 """An open series of checkpoints: when a save is due, what is kept, background saves, restores."""
 
 import atexit
+import math
 import os
 import threading
 import time
@@ -330,9 +331,7 @@ class Series(StepReader):
         """Delete the steps that are not kept, once the permanent `step` is saved."""
         if self._temporary is not None:
             try:
-                for old in self._temporary.steps():
-                    if old <= step:
-                        self._temporary.delete(old)
+                self._temporary.delete_range(0, step)
             except CheckpointError as error:
                 self._errors.append((self._temporary, error))
         self._retention.apply(step, self.evaluated)
@@ -398,8 +397,11 @@ class Series(StepReader):
         """
         self._check_open()
         self.saved = self._saving = None  # their numbers may be saved again
-        self._due.clear()
-        for store in self._stores() if jax.process_index() == 0 else []:
+        if jax.process_index() > 0:
+            return
+        if self._temporary is not None and is_expendable is None:
+            self._temporary.delete_range(step + 1, math.inf)
+        for store in self._stores():
             for number in reversed([number for number in store.steps() if number > step]):
                 with suppress(DamageError):  # it is never restored
                     if is_expendable is None or is_expendable(store.read_metadata(number).extra):
@@ -407,7 +409,10 @@ class Series(StepReader):
 
     def has_checkpoint(self) -> bool:
         """Return whether stepfold has saved a step here, even if all of them are damaged now."""
-        return any(map(has_own_step, self._stores()))
+        if has_own_step(self.store):
+            return True
+        # Without a permanent step, a run whose temporary steps are lost starts from the beginning.
+        return self._temporary is not None and self._temporary.newest_good() is not None
 
     def restore(self, like: Any, **options: Any) -> Restored:
         """Wait for the pending save, then restore as `Checkpoints.restore` does.
@@ -419,7 +424,20 @@ class Series(StepReader):
         options |= {"set_aside": self._is_open}  # after closing, it only reads
         restored, store = restore_from(self._stores(), like, **options)
         self.restored_temporary = store is not self.store
+        if self._temporary is not None and options.get("step", "latest") == "latest":
+            self._warn_of_incomplete(self._temporary, restored.step)
         return restored
+
+    def _warn_of_incomplete(self, temporary: TierStore, step: int) -> None:
+        """Warn of temporary steps that are newer than the one that was restored."""
+        lost = temporary.incomplete() if jax.process_index() == 0 else {}
+        for number in sorted(number for number in lost if number > step):
+            warnings.warn(
+                f"{temporary.location}: step {number} is not complete, and step {step} is taken: "
+                f"{lost[number]}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _stores(self) -> Sequence[Store]:
         return [self.store] if self._temporary is None else [self.store, self._temporary]

@@ -35,6 +35,7 @@ from stepfold.checkpoint.manifest import DamageError, Manifest, StepMetadata
 from stepfold.checkpoint.steps import converted_errors, locked, names_in, read_directory, sync
 from stepfold.checkpoint.tier_file import (
     Location,
+    MissingError,
     Save,
     Table,
     TierFile,
@@ -147,12 +148,10 @@ class TierStore:
         return self._reply(what, argument), []
 
     def _reply(self, what: str, argument: Any) -> Any:
-        if what == "names":
-            return names_in(self.directory)
         if what == "tables":
-            return self._read_tables(argument)
+            return self._read_tables(*argument)
         if what == "delete":
-            return self._delete(argument)
+            return self._delete(*argument)
         if what == "set aside":
             return self._set_aside(argument)
         if what == "prune":
@@ -167,13 +166,25 @@ class TierStore:
     # Reading
 
     def steps(self) -> list[int]:
-        """List the steps of which any file exists, in order."""
-        names = (name for _, names in self._ask_hosts("names", None) for name in names)
-        return sorted({file.save.step for file in good_files(names) if file.kind != "later"})
+        """List the steps that are complete or damaged, in order.
+
+        A step of which files are missing does not count: its save may not have ended.
+        """
+        return [step for step, found in self._find() if not isinstance(found, MissingError)]
 
     def has_step(self, step: int) -> bool:
-        """Return whether a step exists."""
+        """Return whether a step is complete or damaged."""
         return step in self.steps()
+
+    def incomplete(self) -> dict[int, str]:
+        """Return the steps of which files are missing, and what they lack."""
+        return {step: f"{found}" for step, found in self._find() if isinstance(found, MissingError)}
+
+    def newest_good(self) -> int | None:
+        """Return the newest step whose values are as saved; each host reads its own files."""
+        found = self._find(verifies=True)
+        good = (step for step, each in reversed(found) if isinstance(each, Manifest))
+        return next(good, None)
 
     def path_of(self, step: int) -> str:
         """Return the name of a step, for messages."""
@@ -204,29 +215,54 @@ class TierStore:
 
         Raises `DamageError` if there is none.
         """
-        tables, problems = list[Table](), list[str]()
-        for process, answer in self._ask_hosts("tables", step):
-            for name, content, problem in answer:
-                file = TierFile.parse(name)
-                if content is None or file is None:
-                    problems.append(problem)
-                else:
-                    tables.append(Table(file, process, content))
-        for save in sorted({table.file.save for table in tables}, reverse=True):
-            try:
-                with manifest.checked_form(self.path_of(step)):
-                    of_save = [table for table in tables if table.file.save == save]
-                    return merge(of_save, self.path_of(step), self._process)
-            except DamageError as error:
-                problems.append(f"{error}")
-        raise DamageError(problems[0] if problems else f"{self.path_of(step)}: missing")
+        for _, found in self._find(step):
+            if isinstance(found, Manifest):
+                return found
+            raise found
+        raise MissingError(f"{self.path_of(step)}: missing")
 
-    def _read_tables(self, step: int) -> list[Any]:
-        """Return the name and the table, or the problem, of each file of a step on this host."""
+    def _find(
+        self, step: int | None = None, *, verifies: bool = False
+    ) -> list[tuple[int, Manifest | DamageError]]:
+        """Return what each step has, or one of them, on all hosts; in the order of the steps."""
+        tables, problems = dict[int, list[Table]](), dict[int, list[DamageError]]()
+        for process, answer in self._ask_hosts("tables", [step, verifies]):
+            for name, content, problem in answer:
+                if (file := TierFile.parse(name)) is None:
+                    continue
+                if content is None:
+                    problems.setdefault(file.save.step, []).append(DamageError(problem))
+                else:
+                    of_step = tables.setdefault(file.save.step, [])
+                    of_step.append(Table(file, process, content))
+        found = []
+        for number in sorted({*tables, *problems}):
+            outcomes: list[Manifest | DamageError] = [*problems.get(number, [])]
+            for save in sorted({table.file.save for table in tables.get(number, [])}):
+                try:
+                    with manifest.checked_form(self.path_of(number)):
+                        of_save = [table for table in tables[number] if table.file.save == save]
+                        outcomes.append(merge(of_save, self.path_of(number), self._process))
+                except DamageError as error:
+                    outcomes.append(error)
+            # The newest complete save, or else a file that is damaged.
+            outcomes.sort(key=lambda each: isinstance(each, MissingError))
+            complete = [each for each in outcomes if isinstance(each, Manifest)]
+            found.append((number, complete[-1] if complete else outcomes[0]))
+        return found
+
+    def _read_tables(self, step: int | None, verifies: bool) -> list[Any]:
+        """Return the name and the table, or the problem, of each file of a step on this host.
+
+        With `verifies`, a table has only the slices whose values are those that were saved.
+        """
         tables = []
         for file in self._own_files(step):
             try:
-                tables.append([file.name, tier_file.read_table(self._path(file.name)), ""])
+                table = tier_file.read_table(self._path(file.name))
+                if verifies:
+                    tier_file.drop_damaged(self._path(file.name), table)
+                tables.append([file.name, table, ""])
             except DamageError as error:
                 tables.append([file.name, None, f"{error}"])
         return tables
@@ -403,7 +439,11 @@ class TierStore:
 
     def delete(self, step: int) -> None:
         """Delete a step on all hosts."""
-        for _ in self._ask_hosts("delete", step):
+        self.delete_range(step, step)
+
+    def delete_range(self, first: int, last: float) -> None:
+        """Delete all steps from a first to a last one on all hosts, complete or not."""
+        for _ in self._ask_hosts("delete", [first, last]):
             pass
 
     def set_aside(self, step: int) -> str | None:
@@ -432,8 +472,8 @@ class TierStore:
                     self._remove(lambda file: file.save < complete[-1])
                     break
 
-    def _delete(self, step: int) -> None:
-        self._remove(lambda file: file.save.step == step)
+    def _delete(self, first: int, last: float) -> None:
+        self._remove(lambda file: first <= file.save.step <= last)
 
     def _prune_own(self, life: str, kept: Sequence[int], failed: Sequence[int]) -> None:
         """Delete what is older than the saves to keep, or failed, or of another start."""

@@ -6,6 +6,7 @@ without it is not complete.
 """
 
 import json
+import math
 import os
 import re
 import secrets
@@ -19,13 +20,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stepfold.checkpoint import manifest
-from stepfold.checkpoint.leaves import Region, bytes_of
+from stepfold.checkpoint.leaves import Leaf, Region, bytes_of
 from stepfold.checkpoint.manifest import DamageError, Manifest
 from stepfold.checkpoint.steps import check_regular, converted_errors
 
 _MAGIC = b"stepfold"
 _TRAILER = struct.Struct("<QI8s")
 _FILE = re.compile(r"(\d+)-([0-9a-f]+)\.(\d+)-(\d+)\.(slices|copy|later)(\.damaged)?")
+
+
+class MissingError(DamageError):
+    """Files of a save are missing: those of a host, or of a save that has not ended."""
 
 
 class Save(NamedTuple):
@@ -131,6 +136,26 @@ def read(path: Path, offset: int, size: int) -> np.ndarray:
     return content
 
 
+def drop_damaged(path: Path, table: Any) -> None:
+    """Drop the slices from a table whose values are not those that were saved.
+
+    Raises `DamageError` if an array of the metadata is not.
+    """
+    with manifest.checked_form(path):
+        offset, good = 0, []
+        for name, index, crc in table["shards"]:
+            shape = [stop - start for start, stop in index]
+            size = Leaf(tuple(shape), table["leaves"][name][1]).bytes
+            if zlib.crc32(read(path, offset, size)) == crc:
+                good.append([name, index, crc])
+            offset += size
+        for array in manifest.stored_arrays("", table["arrays"]).values():
+            content = read(path, offset + array.offset, array.leaf.bytes)
+            if zlib.crc32(content) != array.checksum:
+                raise DamageError(f"{path.name}: an array is not the one that was saved")
+        table["shards"] = good
+
+
 def write_host(path: Path, content: Any) -> None:
     """Write the identity of a directory, unless it has one."""
     if read_host(path) is not None:
@@ -181,7 +206,7 @@ def merge(tables: Sequence[Table], where: str, process: int) -> Manifest:
     # The order in which locations are tried: those of this process first.
     tables = sorted(tables, key=lambda table: table.process != process)
     if not tables:
-        raise DamageError(f"{where}: missing")
+        raise MissingError(f"{where}: missing")
     first = tables[0].content
     leaves = {name: manifest.read_leaf(name, *leaf) for name, leaf in first["leaves"].items()}
     slices: dict[str, dict[Region, list[Location]]] = {name: {} for name in leaves}
@@ -206,7 +231,11 @@ def merge(tables: Sequence[Table], where: str, process: int) -> Manifest:
         record["shards"] = [*record["shards"], *shards]
     missing = [process for process in range(first["processes"]) if process not in records]
     if missing:
-        raise DamageError(f"{where}: the slices of process {missing[0]} are missing")
+        raise MissingError(f"{where}: the slices of process {missing[0]} are missing")
+    for name, leaf in leaves.items():
+        have = sum(math.prod(stop - start for start, stop in part) for part in slices[name])
+        if have < math.prod(leaf.shape):
+            raise MissingError(f"{where}: slices of {name} are missing")
     added = later[0].content if later else {}
     for table in later[:1]:
         stream = manifest.LATER_ARRAYS.format(table.content.get("stream", 0))
