@@ -140,16 +140,15 @@ def ask(address: Address, request: Any, content: Iterable[Buffer] = ()) -> tuple
             connection = Connection(connected)
             connection.send({"token": address.token, "request": request}, content)
             answer = connection.receive()
-            if "error" in answer:
-                raise CheckpointError(answer["error"])
-            received = np.empty(answer["size"], np.uint8)
+            received = np.empty(answer.get("size", 0), np.uint8)
             connection.fill(received)
-            return answer["answer"], received
-    except (OSError, ValueError, LookupError) as error:
+    except (OSError, ValueError) as error:
         where = f"{address.host}:{address.port}"
-        raise CheckpointError(f"{where} cannot be reached: {error or type(error).__name__}") from (
-            error
-        )
+        reason = f"{error}" or type(error).__name__
+        raise CheckpointError(f"{where} cannot be reached: {reason}") from error
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    return answer["answer"], received
 
 
 def _own_host() -> str:
