@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import jax
 
 from stepfold.checkpoint.claims import Leases
+from stepfold.checkpoint.host_buffers import HostBuffers
 from stepfold.checkpoint.manifest import DamageError, StepMetadata, step_metadata
 from stepfold.checkpoint.restore import Restored, restore_from
 from stepfold.checkpoint.results import LEASES
@@ -115,6 +116,7 @@ class Series(StepReader):
         self._due: dict[int, _Kind] = {}  # what `due` has found for steps that are not saved yet
         self._is_requested = False
         self._notify: Callable[[], None] | None = None  # at a request
+        self._buffers = HostBuffers() if policy.async_ else None
         self._pending: PendingSave | None = None
         self._thread: threading.Thread | None = None  # of the pending save
         self._errors: list[tuple[Store, BaseException]] = []  # of saves, not raised yet
@@ -141,7 +143,7 @@ class Series(StepReader):
                 if self._notify is None:  # `fit` checks both itself
                     self._warn_of_silence()
             finally:
-                self._is_open = False
+                self._is_open, self._buffers = False, None
                 if self._temporary is not None:
                     self._temporary.close()
 
@@ -308,7 +310,7 @@ class Series(StepReader):
         metadata: StepMetadata,
         before_commit: Callable[[], None] | None,
     ) -> None:
-        self._pending = store.begin(state, metadata, before_commit)
+        self._pending = store.begin(state, metadata, before_commit, self._buffers)
         self._saving, self._any_saved_at = metadata.step, time.monotonic()
         self._thread = threading.Thread(
             target=self._finish, args=(store, metadata.step), name="stepfold-save", daemon=False

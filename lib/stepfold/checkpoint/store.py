@@ -25,6 +25,7 @@ import jax
 import numpy as np
 
 from stepfold.checkpoint import manifest
+from stepfold.checkpoint.host_buffers import HostBuffers
 from stepfold.checkpoint.manifest import (
     DamageError,
     ForeignError,
@@ -174,15 +175,21 @@ class DirectoryStore:
     # Saving
 
     def begin(
-        self, state: Any, metadata: StepMetadata, before_commit: Callable[[], None] | None = None
+        self,
+        state: Any,
+        metadata: StepMetadata,
+        before_commit: Callable[[], None] | None = None,
+        buffers: HostBuffers | None = None,
     ) -> "PendingSave":
         """Copy the state off the devices, and start to save it as a step in the background.
 
-        The result is to be committed. On failure, its files are removed.
+        With buffers, the state can be donated afterwards. The result is to be committed. On
+        failure, its files are removed.
         """
         from stepfold.checkpoint.writer import OrbaxSave  # lazy: imports orbax
 
-        return OrbaxSave(self._path(metadata.step), state, metadata, before_commit)
+        path = self._path(metadata.step)
+        return OrbaxSave(path, state, metadata, before_commit, buffers)
 
     def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
         """Atomically add metrics to a step, and replace its `extra`."""

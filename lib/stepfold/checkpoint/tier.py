@@ -30,6 +30,7 @@ import jax
 import numpy as np
 
 from stepfold.checkpoint import manifest, tier_file
+from stepfold.checkpoint.host_buffers import HostBuffers
 from stepfold.checkpoint.leaves import Region, arrays_of, leaves_of, region
 from stepfold.checkpoint.manifest import DamageError, Manifest, StepMetadata
 from stepfold.checkpoint.steps import converted_errors, locked, names_in, read_directory, sync
@@ -299,14 +300,18 @@ class TierStore:
     # Saving
 
     def begin(
-        self, state: Any, metadata: StepMetadata, before_commit: Callable[[], None] | None = None
+        self,
+        state: Any,
+        metadata: StepMetadata,
+        before_commit: Callable[[], None] | None = None,
+        buffers: HostBuffers | None = None,
     ) -> "TierSave":
         """Copy the slices that this process writes off the devices, without waiting for others."""
         self._number += 1
         save = Save(metadata.step, self._life, self._number)
         try:
             with _converted(self.path_of(metadata.step)):
-                return TierSave(self, save, state, metadata, before_commit)
+                return TierSave(self, save, state, metadata, before_commit, buffers)
         except BaseException:
             self.note(save, is_saved=False)
             raise
@@ -529,15 +534,18 @@ class TierSave:
         state: Any,
         metadata: StepMetadata,
         before_commit: Callable[[], None] | None,
+        buffers: HostBuffers | None,
     ) -> None:
         self._store, self._save, self._metadata = store, save, metadata
         self._before_commit, self._leaves = before_commit, leaves_of(state)
-        self._plan = plan = store.plan(state)
+        plan = store.plan(state)
         for array in plan.slices.values():  # all copies at once, then wait for each
             if isinstance(array, jax.Array):
                 array.copy_to_host_async()
-        # On CPU, zero-copy views; holding them protects donated buffers.
-        self._slices = {key: np.asarray(array) for key, array in plan.slices.items()}
+        slices = plan.slices if buffers is None else buffers.keep(plan.slices)
+        self._plan = plan._replace(slices={})  # whose views would prevent a donation
+        # On CPU, zero-copy views, of the buffers if there are any.
+        self._slices = {key: np.asarray(array) for key, array in slices.items()}
 
     def commit(self, finish: Callable[[], None] | None = None) -> None:
         """Write the file, and send the copies to other hosts; this is called in a thread."""
