@@ -18,7 +18,6 @@ from stepfold.internals.jax import (
     compilation_cache,
     compilation_key,
     coordinator_address,
-    enable_recoverability,
     evaluate_outputs,
     output_shardings,
     thread_contexts,

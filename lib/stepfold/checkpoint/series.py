@@ -410,11 +410,21 @@ class Series(StepReader):
                         store.delete(number)
 
     def has_checkpoint(self) -> bool:
-        """Return whether stepfold has saved a step here, even if all of them are damaged now."""
-        if has_own_step(self.store):
+        """Return whether stepfold has saved a step here, even if all permanent ones are damaged.
+
+        With several processes, one of them calls this. Temporary steps count if one of them is
+        good. Otherwise they are set aside, with a warning.
+        """
+        temporary = self._temporary
+        if has_own_step(self.store) or temporary is None:
+            return has_own_step(self.store)
+        if temporary.newest_good() is not None:
             return True
-        # Without a permanent step, a run whose temporary steps are lost starts from the beginning.
-        return self._temporary is not None and self._temporary.newest_good() is not None
+        for step in temporary.steps():
+            kept = temporary.set_aside(step)
+            text = f"step {step} is damaged, kept as {kept}, and there is no other step"
+            warnings.warn(f"{temporary.location}: {text}", RuntimeWarning, stacklevel=2)
+        return False
 
     def restore(self, like: Any, **options: Any) -> Restored:
         """Wait for the pending save, then restore as `Checkpoints.restore` does.

@@ -37,7 +37,6 @@ class OrbaxSave:
         metadata: StepMetadata,
         before_commit: Callable[[], None] | None,
         buffers: HostBuffers | None = None,
-        group: Group | None = None,
     ) -> None:
         """Copy the state off the devices and start to write it to the directory `path`."""
         arrays, leaves = arrays_of(state), leaves_of(state)
