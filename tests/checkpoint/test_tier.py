@@ -125,8 +125,12 @@ def test_a_run_without_good_steps_starts_from_the_beginning(tmp_path, how):
     for path in files if how == "all damaged" else []:
         path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     with described(tmp_path) as series:
-        with pytest.warns(RuntimeWarning) if how == "all damaged" else suppress():
+        with warnings.catch_warnings(record=True, action="always") as caught:
             assert not series.has_checkpoint()
+        texts = [str(warning.message) for warning in caught]
+        assert sum("there is no other step" in text for text in texts) == len(files) * (
+            how == "all damaged"
+        )
         assert series.steps() == []
         assert series.due(1)
         series.save(make_state(1), step=1)

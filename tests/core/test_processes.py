@@ -12,6 +12,7 @@ from stepfold.core.processes import (
     KeyValues,
     agreement,
     broadcast_from_first,
+    max_over_processes,
 )
 
 
@@ -53,6 +54,7 @@ def answer(service, name, *values):
 
 
 def test_one_process_agrees_with_itself():
+    assert max_over_processes(3) == 3
     assert broadcast_from_first([1, 1 << 40]) == [1, 1 << 40]
     with pytest.raises(ZeroDivisionError), agreement("not divided"):
         _ = 1 / 0

@@ -13,6 +13,7 @@ import pytest
 from tests.laws import course
 
 import stepfold as sf
+from stepfold.checkpoint import continuous
 from stepfold.checkpoint.store import DirectoryStore
 from stepfold.checkpoint.tier import TierStore
 
@@ -210,3 +211,20 @@ def test_a_run_that_is_not_to_resume_refuses_temporary_steps_too(tmp_path):
     cut_at(tmp_path, 5)
     with pytest.raises(sf.ConfigError, match="expected a directory without checkpoints"):
         course.run(tmp_path, checkpoints=described(tmp_path), resume=False)
+
+
+def test_continuous_saves_keep_the_bits_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(continuous, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(continuous, "_SHARE", 1e6)  # as often as they can
+
+    def checkpoints():
+        temporary = sf.Temporary(tmp_path / "local", every="continuous")
+        return sf.Checkpoints(every=24, keep=None, temporary=temporary)
+
+    cut_at(tmp_path, 20, checkpoints())
+    (newest,) = sf.verify(local(tmp_path))
+    assert 0 < newest <= 20
+    result = course.run(tmp_path, checkpoints=checkpoints())
+    assert result.resumed == newest
+    assert course.told(result) == course.whole()
+    assert [*sf.verify(local(tmp_path))] == []

@@ -160,6 +160,13 @@ class Checkpoints(StepReader):
     def ranking(self) -> Best | None:
         return read_best(self.best, self.mode)
 
+    @property
+    def schedules(self) -> list[Any]:
+        """What has saves at known steps: itself, and `temporary` with a number as `every`."""
+        temporary = self.temporary
+        has_steps = temporary is not None and isinstance(temporary.every, int)
+        return [self, temporary] if has_steps else [self]
+
     def open(self, directory: str | os.PathLike[str] | None = None) -> Series:
         """Open the series, after cleaning up what killed runs left behind.
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import jax
 
 from stepfold.checkpoint.claims import Leases
+from stepfold.checkpoint.continuous import ContinuousSaves
 from stepfold.checkpoint.host_buffers import HostBuffers
 from stepfold.checkpoint.manifest import DamageError, StepMetadata, step_metadata
 from stepfold.checkpoint.restore import Restored, restore_from
@@ -31,7 +32,7 @@ from stepfold.checkpoint.store import (
 from stepfold.checkpoint.temporary import open_temporary
 from stepfold.checkpoint.tier import TierStore
 from stepfold.checkpoint.verify import damage_of, newest_complete
-from stepfold.core.processes import agreement, broadcast_from_first
+from stepfold.core.processes import KeyValues, agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
 from stepfold.core.validation import is_url
 from stepfold.errors import CheckpointError, refuse
@@ -113,7 +114,7 @@ class Series(StepReader):
         self.evaluated: Mapping[str, int] | None = None
         self._saved_at = self._any_saved_at = time.monotonic()  # the latter in either directory
         self._saving: int | None = None  # the last step of which a save began
-        self._due: dict[int, _Kind] = {}  # what `due` has found for steps that are not saved yet
+        self._continuous, self._continuous_due = ContinuousSaves(), 0
         self._is_requested = False
         self._notify: Callable[[], None] | None = None  # at a request
         self._buffers = HostBuffers() if policy.async_ else None
@@ -206,8 +207,25 @@ class Series(StepReader):
             return "requested"
         if temporary is None or self._temporary is None or step == self._saving:
             return None
+        if temporary.every == "continuous":
+            is_due = self._is_continuous_due(step)
+        else:
+            is_due = is_scheduled(step, None, temporary.every)
         is_late = partial(_is_late, temporary.every_minutes, self._any_saved_at)
-        return "temporary" if is_scheduled(step, None, temporary.every) or is_late() else None
+        return "temporary" if is_due or is_late() else None
+
+    def _is_continuous_due(self, step: int) -> bool:
+        """Return whether a save is due that follows another; collective at some of the steps."""
+        saves = self._continuous
+        if step >= saves.next_step:
+            is_saving = self.saving is not None
+            values = [saves.is_due(step, is_saving=is_saving), is_saving, saves.next_step]
+            gathered = KeyValues("continuous").gather(values, "an answer")
+            # By the clock of process 0, once the last save has ended in all of them.
+            saves.next_step = gathered[0][2]
+            is_due = gathered[0][0] and not any(is_saving for _, is_saving, _ in gathered)
+            self._continuous_due = step if is_due else 0
+        return step == self._continuous_due
 
     def request(self) -> None:
         """Request a permanent save, as `Checkpoints.request` does."""
@@ -259,6 +277,7 @@ class Series(StepReader):
         temporary = None if permanent or requested else self._temporary
         if temporary is not None and self._is_temporary(state, step):
             # Without an agreement: no process waits for another.
+            start = time.monotonic()
             self._join_thread()
             self._raise_errors(defers=jax.process_count() > 1)
             metadata = self._validate(state, arguments)
@@ -268,6 +287,7 @@ class Series(StepReader):
             except CheckpointError as error:
                 self._errors.append((temporary, error))
                 self._raise_errors(defers=True)
+            self._continuous.begin(time.monotonic() - start)
         else:
             with agreement(f"{self.directory}: not saved"):
                 self.wait()

@@ -7,7 +7,7 @@ import secrets
 import warnings
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 
@@ -50,7 +50,9 @@ class Temporary:
 
     Attributes:
       directory: the directory, which is not a URL.
-      every: steps between temporary saves.
+      every: steps between temporary saves; or "continuous", where a save follows another as soon
+        as it has ended, but so that the loop loses at most 1 % of its time. `fit` checks that where
+        it checks minutes.
       every_minutes: minutes since the last save of either kind, checked as in `Checkpoints`.
       keep: number of latest temporary steps to keep.
       replicas: number of hosts besides the first that have each slice of the state, as far as there
@@ -69,7 +71,7 @@ class Temporary:
 
     directory: str | os.PathLike[str]
     _: KW_ONLY
-    every: int | None = None
+    every: int | Literal["continuous"] | None = None
     every_minutes: float | None = None
     keep: int = 1
     replicas: int = 1
@@ -77,7 +79,9 @@ class Temporary:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "directory", read_directory(self.directory))
-        if self.every is not None:
+        if isinstance(self.every, str) and self.every != "continuous":
+            refuse("every", "a number of steps, or 'continuous'", repr(self.every))
+        if self.every not in (None, "continuous"):
             object.__setattr__(self, "every", read_integer("every", self.every))
         if self.every_minutes is not None:
             read_positive("every_minutes", self.every_minutes)
