@@ -103,7 +103,7 @@ class Checkpoints(StepReader):
       keep_best: number of best checkpoints to keep.
       at_start: whether `fit` saves before the first step too, so that a run can go back to there.
       async_: whether to write in a background thread. A save then blocks only for the copy off the
-        device and for the previous save.
+        device and for the previous save. On CPU, that copy stays in memory for the next save.
       temporary: a second directory for more frequent saves, `Temporary(directory, every=…)`.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
