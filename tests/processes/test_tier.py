@@ -2,14 +2,17 @@
 
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import warnings
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,6 +22,8 @@ from stepfold.checkpoint import restore as module
 from stepfold.checkpoint import tier, transport
 from stepfold.checkpoint.store import DirectoryStore
 from stepfold.core.processes import KeyValues
+
+from . import launch
 
 SHAPES = {"all": (16, 100), "some": (100, 8), "one": (900,)}
 BYTES = 4 * sum(map(math.prod, SHAPES.values()))
@@ -195,3 +200,58 @@ def test_a_restore_that_fails_in_one_process_fails_in_all(processes, tmp_path):
     first, second = map(json.loads, processes.run(fails, str(tmp_path), "restore"))
     assert "another process could not restore it" in first[0]
     assert "No space left" in second[0]
+
+
+def fits(start, folder, hosts, victim):
+    """Fit with an evaluation; a process kills itself after step 9."""
+    process = start(heartbeat=10, shutdown=5).process
+    rng, tx = np.random.default_rng(0), optax.adam(1e-2)
+    rows = {"x": rng.normal(size=(64, 16)).astype(np.float32)}
+    init = lambda key: {"w": jax.random.normal(key, (16, 32))}
+    loss_fn = lambda params, batch, key: sf.mean((jnp.tanh(batch["x"] @ params["w"]) ** 2).mean(-1))
+    shape = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))
+    plan = sf.make_sharding(shape, sf.make_mesh(), sf.fsdp(min_size=1))
+    step = sf.make_train_step(loss_fn, tx, grad=sf.ordered(plan, blocks=8))
+
+    def dies(event):
+        if process == victim and event.is_train and event.step == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    temporary = hosts and sf.Temporary(hosts[process], every=2)
+    result = sf.fit(
+        step, lambda: sf.init_state(init, tx, jax.random.key(0), sharding=plan),
+        sf.batches(rows, 16, seed=0), steps=16, log_every=1, hooks=[dies, sf.progress("none")],
+        checkpoints=sf.Checkpoints(f"{folder}/run", every=12, temporary=temporary),
+        evaluation=sf.Evaluation(
+            sf.make_eval_step(loss_fn), lambda: sf.batches(rows, 16, epochs=1), every=4
+        ),
+    )  # fmt: skip
+    whole = NamedSharding(sf.make_mesh(), P())
+    state = result.state._replace(key=jax.random.key_data(result.state.key))
+    state = jax.jit(lambda tree: tree, out_shardings=whole)(state)
+    numbers = [np.asarray(leaf.addressable_data(0)) for leaf in jax.tree.leaves(state)]
+    curves = {name: [*curve] for name, curve in result.history.items()}
+    print(json.dumps([result.resumed, [each.tobytes().hex() for each in numbers], curves]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("victim", "lost", "count"), [(0, None, 2), (1, 0, 2), (0, 1, 1)])
+def test_a_run_that_is_started_again_ends_with_the_same_bits(tmp_path, victim, lost, count):
+    run = lambda *args, n: launch.ends_of_processes(fits, n, args=args)
+    ends = run(str(tmp_path / "whole"), None, None, n=2)
+    assert not any(end.code for end in ends), launch.report(ends)
+    _, *wanted = json.loads(ends[0].output)
+    hosts = [str(tmp_path / f"host{process}") for process in range(2)]
+    ends = run(str(tmp_path), hosts, victim, n=2)
+    assert ends[victim].code == -signal.SIGKILL
+    if lost is not None:
+        shutil.rmtree(hosts[lost])
+    ends = run(str(tmp_path), hosts[:count], None, n=count)
+    assert not any(end.code for end in ends), launch.report(ends)
+    for end in ends:
+        resumed, *found = json.loads(end.output)
+        assert resumed in (6, 8)  # the save of step 8 may not have ended
+        assert found[0] == wanted[0]
+        for name, curve in wanted[1].items():
+            # Norms and evaluations are sums over devices, whose rounding depends on their number.
+            assert found[1][name] == (curve if count == 2 else pytest.approx(curve, rel=1e-5))
