@@ -114,6 +114,7 @@ class Series(StepReader):
         self.evaluated: Mapping[str, int] | None = None
         self._saved_at = self._any_saved_at = time.monotonic()  # the latter in either directory
         self._saving: int | None = None  # the last step of which a save began
+        self._due: dict[int, _Kind] = {}  # what `due` has found for steps that are not saved yet
         self._continuous, self._continuous_due = ContinuousSaves(), 0
         self._is_requested = False
         self._notify: Callable[[], None] | None = None  # at a request

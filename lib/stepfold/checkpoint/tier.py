@@ -292,6 +292,9 @@ class TierStore:
         """List nothing: temporary steps have no notes."""
         return []
 
+    def delete_note(self, name: str) -> None:
+        """Do nothing: temporary steps have no notes."""
+
     def _own_files(self, step: int | None = None) -> list[TierFile]:
         """List the good files in the directory of this host, or those of a step."""
         files = good_files(names_in(self.directory))
