@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import stepfold as sf
-from stepfold.checkpoint.continuous import ContinuousSaves
+from stepfold.checkpoint.temporary import ContinuousSaves
 
 
 class Loop:

@@ -13,7 +13,7 @@ import pytest
 from tests.laws import course
 
 import stepfold as sf
-from stepfold.checkpoint import continuous
+from stepfold.checkpoint import temporary as module
 from stepfold.checkpoint.store import DirectoryStore
 from stepfold.checkpoint.tier import TierStore
 
@@ -214,8 +214,8 @@ def test_a_run_that_is_not_to_resume_refuses_temporary_steps_too(tmp_path):
 
 
 def test_continuous_saves_keep_the_bits_of_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(continuous, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(continuous, "_SHARE", 1e6)  # as often as they can
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_SHARE", 1e6)  # as often as they can
 
     def checkpoints():
         temporary = sf.Temporary(tmp_path / "local", every="continuous")

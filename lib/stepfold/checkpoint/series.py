@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import jax
 
 from stepfold.checkpoint.claims import Leases
-from stepfold.checkpoint.continuous import ContinuousSaves
 from stepfold.checkpoint.host_buffers import HostBuffers
 from stepfold.checkpoint.manifest import DamageError, StepMetadata, step_metadata
 from stepfold.checkpoint.restore import Restored, restore_from
@@ -29,7 +28,7 @@ from stepfold.checkpoint.store import (
     metrics_of,
     open_to_save,
 )
-from stepfold.checkpoint.temporary import open_temporary
+from stepfold.checkpoint.temporary import ContinuousSaves, open_temporary
 from stepfold.checkpoint.tier import TierStore
 from stepfold.checkpoint.verify import damage_of, newest_complete
 from stepfold.core.processes import KeyValues, agreement, broadcast_from_first
