@@ -10,7 +10,8 @@ def names(folder):
 def damage(folder, step, array):
     """Flip a bit of an array that a step has on the disk, wherever it lies."""
     good = np.asarray(array).tobytes()
-    found = [path for path in (folder / f"{step}").rglob("d/*") if good in path.read_bytes()]
+    paths = [*(folder / f"{step}").rglob("d/*"), *folder.glob(f"{step}-*")]
+    found = [path for path in paths if good in path.read_bytes()]
     for path in found:
         path.write_bytes(path.read_bytes().replace(good, bytes([good[0] ^ 1]) + good[1:]))
     assert found

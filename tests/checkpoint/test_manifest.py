@@ -15,8 +15,8 @@ from stepfold.checkpoint.leaves import to_json
 from stepfold.checkpoint.manifest import (
     ForeignError,
     NewerError,
-    _read_leaf,
     read_checked,
+    read_leaf,
     write_checked,
 )
 from stepfold.checkpoint.store import open_store
@@ -92,7 +92,7 @@ def test_what_is_no_json_is_refused_with_its_path(value, words):
 @pytest.mark.parametrize("shape", [[2**30, 2**30], [0, 2**40, 2**40]])
 def test_a_shape_that_no_memory_holds_is_damage(shape):
     with pytest.raises(ValueError, match="leaf w cannot be"):
-        _read_leaf("w", shape, "float32", None)
+        read_leaf("w", shape, "float32", None)
 
 
 def test_a_step_that_no_checkpoint_can_count_is_refused(tmp_path):

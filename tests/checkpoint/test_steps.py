@@ -196,14 +196,14 @@ def test_a_file_of_process_0_may_show_late_on_another_host(tmp_path, monkeypatch
             return len(looks) > late
 
     class Answers:
-        def __init__(self, name, group):
+        def __init__(self, name):
             pass
 
         def gather(self, answer, *args, **options):
             return [answer, answer]
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(module, "broadcast_from_first", lambda numbers, group: numbers)
+    monkeypatch.setattr(module, "broadcast_from_first", lambda numbers: numbers)
     monkeypatch.setattr(module, "KeyValues", Answers)
     monkeypatch.setattr(module, "agreement", lambda *_: __import__("contextlib").nullcontext())
     began = time.monotonic()

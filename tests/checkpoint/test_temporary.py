@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import stepfold as sf
-from stepfold.checkpoint import manifest, writer
+from stepfold.checkpoint import tier
 from stepfold.errors import CheckpointError, ConfigError
 
 from .folders import damage
@@ -117,11 +117,12 @@ def test_a_step_of_both_is_taken_from_the_permanent_one_first(tmp_path):
     with series_in(tmp_path) as series:
         run(series, range(1, 5))
         series.wait()
-        (local(tmp_path) / "4").rename(tmp_path / "kept")
+        (kept,) = local(tmp_path).glob("4-*")
+        kept.rename(tmp_path / "kept")
         assert series.due(8)
         series.save(state(4), step=4)  # not the step that is due: a permanent save
         series.wait()
-    (tmp_path / "kept").rename(local(tmp_path) / "4")
+    (tmp_path / "kept").rename(kept)
     assert series_in(tmp_path).steps() == [4]
     damage(tmp_path / "durable", 4, state(4)["w"])
     with pytest.warns(RuntimeWarning, match="durable: step 4 is damaged"):
@@ -225,8 +226,7 @@ def fails(*_, **__):
 def test_a_temporary_save_that_fails_is_a_warning(tmp_path, monkeypatch, where):
     series = series_in(tmp_path).open()
     with monkeypatch.context() as patch:
-        owner = manifest if where == "written" else writer
-        patch.setattr(owner, "write_leaves" if where == "written" else "shards_of", fails)
+        patch.setattr(tier, "sync" if where == "written" else "arrays_of", fails)
         with pytest.warns(RuntimeWarning, match="local/.*temporary saves fail.*no space") as said:
             saved_one_by_one(series, [2, 4])
         assert len(said) == 1
@@ -241,8 +241,8 @@ def test_temporary_steps_that_cannot_be_deleted_are_a_warning(tmp_path, monkeypa
     with series_in(tmp_path) as series:
         run(series, [2, 4])
         series.wait()
-        monkeypatch.setattr(shutil, "rmtree", fails)
-        with pytest.warns(RuntimeWarning, match="local/.*4: cannot be deleted: No space"):
+        monkeypatch.setattr(Path, "unlink", fails)
+        with pytest.warns(RuntimeWarning, match="local/.*/4-.*: cannot be deleted: No space"):
             saved_one_by_one(series, [6])
     assert steps_in(tmp_path / "durable") == [6]
 
@@ -285,9 +285,9 @@ def test_a_copy_of_a_series_does_not_share_its_temporary_steps(tmp_path):
 def test_opening_cleans_both_directories(tmp_path):
     with series_in(tmp_path) as series:
         run(series, [2])
-    left = [tmp_path / "durable" / "5.deleted", local(tmp_path) / "4.saving"]
-    for path in left:
-        path.mkdir()
+    left = [tmp_path / "durable" / "5.deleted", local(tmp_path) / "4-a.1-0.slices.part"]
+    left[0].mkdir()
+    left[1].touch()
     series_in(tmp_path).open().close()
     assert not any(map(Path.exists, left))
 

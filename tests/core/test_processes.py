@@ -8,11 +8,9 @@ import pytest
 import stepfold as sf
 from stepfold.core import processes
 from stepfold.core.processes import (
-    Group,
     KeyValues,
     agreement,
     broadcast_from_first,
-    max_over_processes,
 )
 
 
@@ -54,7 +52,6 @@ def answer(service, name, *values):
 
 
 def test_one_process_agrees_with_itself():
-    assert max_over_processes(3) == 3
     assert broadcast_from_first([1, 1 << 40]) == [1, 1 << 40]
     with pytest.raises(ZeroDivisionError), agreement("not divided"):
         _ = 1 / 0
@@ -77,15 +74,6 @@ def test_agreement_raises_the_error_of_another_process(service):
         raise KeyError("own")
     assert json.loads(service.values["stepfold/agreement/2/0"]) == "KeyError: 'own'"
     with agreement("not saved"):
-        pass
-
-
-def test_agreement_names_processes_and_not_their_ranks_in_a_group(monkeypatch):
-    group = Group((0, 2))
-    met = lambda message: {0: message, 2: [message[0], "OSError: disk"]}
-    monkeypatch.setattr(Group, "_meet", lambda self, message: met(message))
-    message = "not saved: process 2 raised OSError: disk"
-    with pytest.raises(sf.CheckpointError, match=message), agreement("not saved", group):
         pass
 
 

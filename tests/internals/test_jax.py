@@ -1,5 +1,6 @@
 """A release of jax that lacks a part that stepfold uses: a fallback, or an error that names it."""
 
+import socket
 import types
 
 import jax
@@ -16,6 +17,7 @@ from stepfold.internals.jax import (
     can_run,
     compilation_cache,
     compilation_key,
+    coordinator_address,
     evaluate_outputs,
     output_shardings,
     thread_contexts,
@@ -201,3 +203,10 @@ def test_programs_are_kept_unless_jax_opens_its_cache_in_another_way(monkeypatch
     assert compile_in(Kept()) > 0
     monkeypatch.delattr("jax._src.compilation_cache.get_file_cache")
     assert compile_in(Kept()) == 0
+
+
+def test_without_jaxs_address_a_process_listens_at_its_host_name(monkeypatch):
+    assert coordinator_address() is None
+    monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
+    monkeypatch.delattr("jax._src.distributed.global_state")
+    assert coordinator_address() == f"{socket.gethostname()}:0"

@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from stepfold.checkpoint.leaves import (
     within,
 )
 from stepfold.checkpoint.manifest import FILES, STATE, DamageError, Manifest, stream_path
+from stepfold.checkpoint.tier_file import Location, Source
 from stepfold.errors import CheckpointError, refuse
 from stepfold.internals import texts
 
@@ -187,3 +189,42 @@ class ArrayReader:
 
 def _message(error: Exception) -> str:
     return f"{error}".partition("[")[0].strip() or type(error).__name__
+
+
+class TierReader(ArrayReader):
+    """Read the arrays of one step from the files of any host, and from another if one is bad."""
+
+    def __init__(
+        self, fetch: Callable[[Location, int], np.ndarray], where: str, contents: Manifest
+    ) -> None:
+        self._leaves, self._shards = contents.leaves, contents.shards
+        self._fetch, self._where = fetch, where
+        self._source: Source = contents.source
+
+    def _open_array(self, name: str) -> dict[Region, list[Location]]:
+        return self._source.slices[name]
+
+    def _read(self, store: dict[Region, list[Location]], name: str, part: Region) -> np.ndarray:
+        label = f"{name}[{', '.join(f'{start}:{stop}' for start, stop in part)}]"
+        return self._first_good(label, self._shards[name][part], store[part])
+
+    def _read_stored(self, name: str, stored: StoredArray) -> np.ndarray:
+        locations = self._source.streams[stored.stream]
+        moved = [where._replace(offset=where.offset + stored.offset) for where in locations]
+        return self._first_good(name, stored, moved)
+
+    def _first_good(
+        self, label: str, stored: StoredArray, locations: Sequence[Location]
+    ) -> np.ndarray:
+        problem: CheckpointError | None = None
+        for location in locations:
+            read = partial(self._fetch, location, stored.leaf.bytes)
+            try:
+                return self._verified(label, stored, read)
+            except CheckpointError as error:
+                problem = problem or error
+        # Without any that can be read, another step may have them, as if these were damaged.
+        raise DamageError(f"{self._where}: {problem or f'{label}: missing'}")
+
+    def _is_damage(self, error: Exception) -> bool:  # noqa: ARG002
+        return True

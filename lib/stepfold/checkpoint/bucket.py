@@ -29,6 +29,7 @@ import numpy as np
 
 from stepfold.checkpoint import manifest
 from stepfold.checkpoint.arrays import ArrayReader
+from stepfold.checkpoint.host_buffers import HostBuffers
 from stepfold.checkpoint.leaves import (
     Region,
     StoredArray,
@@ -148,9 +149,13 @@ class BucketStore(Bucket):
     # Saving
 
     def begin(
-        self, state: Any, metadata: StepMetadata, before_commit: Callable[[], None] | None = None
+        self,
+        state: Any,
+        metadata: StepMetadata,
+        before_commit: Callable[[], None] | None = None,
+        buffers: HostBuffers | None = None,
     ) -> "BucketSave":
-        return BucketSave(self, state, metadata, before_commit)
+        return BucketSave(self, state, metadata, before_commit, buffers)
 
     def write_stream(self, prefix: str, arrays: Iterable[np.ndarray]) -> None:
         """Write arrays as one stream of bytes, a few objects at once."""
@@ -272,16 +277,18 @@ class BucketSave:
         state: Any,
         metadata: StepMetadata,
         before_commit: Callable[[], None] | None,
+        buffers: HostBuffers | None,
     ) -> None:
         """Copy the state off the devices."""
         self._store, self._metadata, self._before_commit = store, metadata, before_commit
         with agreement(f"{store.path_of(metadata.step)}: not saved"):
             arrays, self._leaves = arrays_of(state), leaves_of(state)
+            arrays = arrays if buffers is None else buffers.keep(arrays)
             for array in arrays.values():  # all copies at once, then wait for each
                 for shard in getattr(array, "addressable_shards", ()):
                     if shard.replica_id == 0:
                         shard.data.copy_to_host_async()
-            # On CPU, zero-copy views; holding them protects donated buffers.
+            # On CPU, zero-copy views, of the buffers if there are any.
             self._shards = {name: shards_of(array) for name, array in arrays.items() if array.size}
         own = [int(time.time()), secrets.randbits(62)]
         seconds, number = broadcast_from_first(own)

@@ -201,15 +201,24 @@ def add_metadata(
     """Add metrics to a step in a folder of a store, and replace its `extra`, as of one moment."""
     known, name = store.read_metadata(step).metrics or {}, f"{folder}{LATER}"
     number = (store.read_note(name) or {}).get("stream", 0) + 1
-    stream, arrays = f"{folder}{LATER_ARRAYS}".format, list[np.ndarray]()
-    content = {"metrics": {**known, **metrics}, "extra": take_arrays(extra, arrays)}
-    if arrays or number > 1:
-        content |= {"stream": number, "arrays": describe_arrays(arrays)}
+    stream = f"{folder}{LATER_ARRAYS}".format
+    content, arrays = later_content({**known, **metrics}, extra, number)
     if arrays:
         store.write_stream(stream(number), arrays)
     store.write_note(name, content)
     # Keep the previous one, which another process may be reading.
     store.delete_stream(stream(number - 2))
+
+
+def later_content(
+    metrics: Mapping[str, Any], extra: Any, number: int
+) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Describe what is added to a step, and return its arrays, the content of a stream."""
+    arrays: list[np.ndarray] = []
+    content = {"metrics": {**metrics}, "extra": take_arrays(extra, arrays)}
+    if arrays or number > 1:
+        content |= {"stream": number, "arrays": describe_arrays(arrays)}
+    return content, arrays
 
 
 def write_leaves(
@@ -325,7 +334,7 @@ def stored_arrays(stream: str, table: Any) -> dict[int, StoredArray]:
     arrays: dict[int, StoredArray] = {}
     offset = 0
     for number, (shape, dtype, crc) in enumerate(table):
-        leaf = _read_leaf(f"{number} of {stream}", shape, dtype, None)
+        leaf = read_leaf(f"{number} of {stream}", shape, dtype, None)
         _expect(_is_count(crc), f"a checksum in {stream}", crc)
         arrays[number] = StoredArray(leaf, crc, stream, offset)
         offset += leaf.bytes
@@ -334,7 +343,7 @@ def stored_arrays(stream: str, table: Any) -> dict[int, StoredArray]:
 
 def merge_processes(processes: Sequence[Any], metadata: StepMetadata) -> Manifest:
     """Merge the manifests of all processes."""
-    leaves = {name: _read_leaf(name, *leaf) for name, leaf in processes[0]["leaves"].items()}
+    leaves = {name: read_leaf(name, *leaf) for name, leaf in processes[0]["leaves"].items()}
     _expect(leaves, "leaves", leaves)
     shards: dict[str, dict[Region, StoredArray]] = {name: {} for name in leaves}
     total, data = 0, list[Any]()
@@ -359,7 +368,8 @@ def merge_processes(processes: Sequence[Any], metadata: StepMetadata) -> Manifes
     return merged._replace(bytes=total)
 
 
-def _read_leaf(name: str, shape: Any, dtype: Any, key: Any) -> Leaf:
+def read_leaf(name: str, shape: Any, dtype: Any, key: Any) -> Leaf:
+    """Return a leaf of a manifest, if it is valid."""
     leaf = Leaf(tuple(shape), dtype, key)
     name.encode()
     is_valid: Any = all(map(_is_count, leaf.shape)) and dtype in STORED

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -10,6 +11,7 @@ from stepfold.checkpoint.series import Series, StepReader, is_scheduled
 from stepfold.checkpoint.steps import Best, read_best
 from stepfold.checkpoint.store import Store, open_store
 from stepfold.checkpoint.temporary import Temporary, find_temporary
+from stepfold.checkpoint.tier import TierStore
 from stepfold.checkpoint.verify import damage_of
 from stepfold.core.validation import (
     absolute_path,
@@ -101,7 +103,7 @@ class Checkpoints(StepReader):
       keep_best: number of best checkpoints to keep.
       at_start: whether `fit` saves before the first step too, so that a run can go back to there.
       async_: whether to write in a background thread. A save then blocks only for the copy off the
-        device and for the previous save.
+        device and for the previous save. On CPU, that copy stays in memory for the next save.
       temporary: a second directory for more frequent saves, `Temporary(directory, every=…)`.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
@@ -157,6 +159,13 @@ class Checkpoints(StepReader):
     @property
     def ranking(self) -> Best | None:
         return read_best(self.best, self.mode)
+
+    @property
+    def schedules(self) -> list[Any]:
+        """What has saves at known steps: itself, and `temporary` with a number as `every`."""
+        temporary = self.temporary
+        has_steps = temporary is not None and isinstance(temporary.every, int)
+        return [self, temporary] if has_steps else [self]
 
     def open(self, directory: str | os.PathLike[str] | None = None) -> Series:
         """Open the series, after cleaning up what killed runs left behind.
@@ -217,7 +226,13 @@ class Checkpoints(StepReader):
 
         With `temporary`, the newest step and a step by its number may be a temporary one.
         """
-        return restore_from(self._stores() or [open_store(self.directory)], like, **options)[0]
+        stores = self._stores() or [open_store(self.directory)]
+        with ExitStack() as stack:
+            for store in stores:
+                if isinstance(store, TierStore):
+                    store.connect()
+                    stack.callback(store.close)
+            return restore_from(stores, like, **options)[0]
 
     def clean(self) -> list[str]:
         """Rename damaged steps to `12.damaged`, and delete what killed runs left behind.

@@ -26,7 +26,7 @@ from stepfold.checkpoint.store import (
     open_together,
 )
 from stepfold.core.metric_modes import known_mode
-from stepfold.core.processes import agreement, broadcast_from_first, max_over_processes
+from stepfold.core.processes import KeyValues, agreement, broadcast_from_first
 from stepfold.core.validation import as_integer, check_flags, read_instance
 from stepfold.errors import CheckpointError, TreeMismatchError, refuse
 from stepfold.table import table
@@ -158,9 +158,12 @@ def restore_from(
     while remaining:
         tried.append(remaining.pop(0))
         number, store = tried[-1]
-        outcome, result = _try_step(store, number, like, **options)
+        outcome, result, identity = _try_step(store, number, like, **options)
         # All processes have to agree on the outcome before any of them continues.
-        outcome = max_over_processes(outcome)
+        answers = KeyValues("agreement").gather([outcome, identity], "an answer")
+        outcome = max(outcome for outcome, _ in answers)
+        if outcome == _GOOD and len({identity for _, identity in answers}) > 1:
+            outcome, result = _DAMAGED, DamageError("the processes have read different saves of it")
         if outcome == _GOOD and isinstance(result, Restored):
             for where, bad, problem in skipped:
                 _warn_of_damage(where, bad, step, problem, set_aside=set_aside)
@@ -190,16 +193,16 @@ _GOOD, _DELETED, _DAMAGED, _FAILED = range(4)
 
 def _try_step(
     store: Store, step: int, like: Any, **options: Any
-) -> tuple[int, Restored | Exception]:
-    """Restore a step; return the outcome, and the error if there is one."""
+) -> tuple[int, Restored | Exception, str]:
+    """Restore a step; return the outcome, the result or the error, and what identifies the save."""
     try:
         try:
-            return _GOOD, _restore_step(store, step, like, **options)
+            return _GOOD, *_restore_step(store, step, like, **options)
         except (DamageError, ForeignError) as error:
             # Another run may have deleted the step while it was read.
-            return (_DAMAGED if store.has_step(step) else _DELETED), error
+            return (_DAMAGED if store.has_step(step) else _DELETED), error, ""
     except Exception as error:  # noqa: BLE001  raised once all processes know of it
-        return _FAILED, error
+        return _FAILED, error, ""
 
 
 def _restore_step(
@@ -209,15 +212,15 @@ def _restore_step(
     parts: Sequence[str] | None = None,
     reads_orbax: bool = False,
     **options: Any,
-) -> Restored:
-    """Read the leaves that match; keep the others from `like`."""
+) -> tuple[Restored, str]:
+    """Read the leaves that match, and keep the others from `like`; return the identity too."""
     try:
         manifest = store.read_manifest(step)
     except NoManifestError as error:
         # Next to steps of stepfold it is one of these, in the middle of its deletion.
         if not reads_orbax or not isinstance(store, DirectoryStore) or has_own_step(store):
             raise
-        return _restore_from_orbax(store, step, like, error, parts=parts, **options)
+        return _restore_from_orbax(store, step, like, error, parts=parts, **options), ""
     sources, not_loaded = match(
         manifest.leaves, like, where=store.path_of(step), parts=parts, **options
     )
@@ -237,7 +240,7 @@ def _restore_step(
         name: make_leaf(name, saved[name], wanted[name], arrays)
         for name, arrays in zip(wanted, reader.map(read, list(wanted)), strict=True)
     }
-    return Restored(
+    restored = Restored(
         state=_with_leaves(like, loaded),
         step=manifest.metadata.step,
         data=reader.fill("data", data),
@@ -247,6 +250,7 @@ def _restore_step(
         not_loaded=not_loaded,
         damaged={},
     )
+    return restored, manifest.metadata.identity
 
 
 def _with_leaves(like: Any, loaded: Mapping[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """An open series of checkpoints: when a save is due, what is kept, background saves, restores."""
 
 import atexit
+import math
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import jax
 
 from stepfold.checkpoint.claims import Leases
+from stepfold.checkpoint.host_buffers import HostBuffers
 from stepfold.checkpoint.manifest import DamageError, StepMetadata, step_metadata
 from stepfold.checkpoint.restore import Restored, restore_from
 from stepfold.checkpoint.results import LEASES
@@ -26,9 +28,10 @@ from stepfold.checkpoint.store import (
     metrics_of,
     open_to_save,
 )
-from stepfold.checkpoint.temporary import open_temporary
+from stepfold.checkpoint.temporary import ContinuousSaves, open_temporary
+from stepfold.checkpoint.tier import TierStore
 from stepfold.checkpoint.verify import damage_of, newest_complete
-from stepfold.core.processes import agreement, broadcast_from_first
+from stepfold.core.processes import KeyValues, agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
 from stepfold.core.validation import is_url
 from stepfold.errors import CheckpointError, refuse
@@ -101,20 +104,20 @@ class Series(StepReader):
         self.directory = location if is_url(location) else Path(location)
         self._ranking = policy.ranking
         rule = Rule(policy.keep, policy.keep_every, self._ranking, policy.keep_best)
-        self._retention = {location: Retention(self.store, rule)}
-        self._temporary: Store | None = None
-        temporary = policy.temporary
-        if temporary and (store := open_temporary(temporary, self.store)):
-            self._temporary = store
-            self._retention[store.location] = Retention(store, Rule(temporary.keep))
+        self._retention = Retention(self.store, rule)
+        self._temporary: TierStore | None = None
+        if policy.temporary:
+            self._temporary = open_temporary(policy.temporary, self.store)
         self.saved: int | None = None
         self.restored_temporary = False
         self.evaluated: Mapping[str, int] | None = None
         self._saved_at = self._any_saved_at = time.monotonic()  # the latter in either directory
         self._saving: int | None = None  # the last step of which a save began
         self._due: dict[int, _Kind] = {}  # what `due` has found for steps that are not saved yet
+        self._continuous, self._continuous_due = ContinuousSaves(), 0
         self._is_requested = False
         self._notify: Callable[[], None] | None = None  # at a request
+        self._buffers = HostBuffers() if policy.async_ else None
         self._pending: PendingSave | None = None
         self._thread: threading.Thread | None = None  # of the pending save
         self._errors: list[tuple[Store, BaseException]] = []  # of saves, not raised yet
@@ -122,8 +125,10 @@ class Series(StepReader):
         self._has_ranked_metric: bool | None = None  # whether a save had it; None without metrics
         self._has_epochs: bool | None = None  # whether `due` was given one; None if not called
         with agreement(f"{self.directory}: not opened"):
-            for store in self._stores() if jax.process_index() == 0 else []:
-                store.clean(partial(self._prune, store))
+            if self._temporary is not None:
+                self._temporary.clean()
+            if jax.process_index() == 0:
+                self.store.clean(self._prune)
         self._is_open = True
         policy._open.append(self)
         # Without `close`: print the error of the last save. Threads were joined by then.
@@ -139,7 +144,9 @@ class Series(StepReader):
                 if self._notify is None:  # `fit` checks both itself
                     self._warn_of_silence()
             finally:
-                self._is_open = False
+                self._is_open, self._buffers = False, None
+                if self._temporary is not None:
+                    self._temporary.close()
 
     def _warn_of_silence(self) -> None:
         """Warn if the schedule or the ranking had no effect, because of how they were used."""
@@ -200,8 +207,25 @@ class Series(StepReader):
             return "requested"
         if temporary is None or self._temporary is None or step == self._saving:
             return None
+        if temporary.every == "continuous":
+            is_due = self._is_continuous_due(step)
+        else:
+            is_due = is_scheduled(step, None, temporary.every)
         is_late = partial(_is_late, temporary.every_minutes, self._any_saved_at)
-        return "temporary" if is_scheduled(step, None, temporary.every) or is_late() else None
+        return "temporary" if is_due or is_late() else None
+
+    def _is_continuous_due(self, step: int) -> bool:
+        """Return whether a save is due that follows another; collective at some of the steps."""
+        saves = self._continuous
+        if step >= saves.next_step:
+            is_saving = self.saving is not None
+            values = [saves.is_due(step, is_saving=is_saving), is_saving, saves.next_step]
+            gathered = KeyValues("continuous").gather(values, "an answer")
+            # By the clock of process 0, once the last save has ended in all of them.
+            saves.next_step = gathered[0][2]
+            is_due = gathered[0][0] and not any(is_saving for _, is_saving, _ in gathered)
+            self._continuous_due = step if is_due else 0
+        return step == self._continuous_due
 
     def request(self) -> None:
         """Request a permanent save, as `Checkpoints.request` does."""
@@ -248,39 +272,56 @@ class Series(StepReader):
         Raises:
           CheckpointError: if the previous save failed, this one cannot begin, or the step exists.
         """
-        with agreement(f"{self.directory}: not saved"):
-            self.wait()
-            self._check_open()
-            check_not_donated(state)
-            metadata = step_metadata(
-                state, step=step, data=data, metrics=metrics, extra=extra, best=self.ranking,
-                awaits=awaits,
-            )  # fmt: skip
-            kind = self._kind_of(metadata.step, permanent=permanent, requested=requested)
+        arguments: Any = {"step": step, "data": data, "metrics": metrics, "extra": extra}
+        arguments |= {"best": self.ranking, "awaits": awaits}
+        temporary = None if permanent or requested else self._temporary
+        if temporary is not None and self._is_temporary(state, step):
+            # Without an agreement: no process waits for another.
+            start = time.monotonic()
+            self._join_thread()
+            self._raise_errors(defers=jax.process_count() > 1)
+            metadata = self._validate(state, arguments)
+            self._saving, self._any_saved_at = metadata.step, time.monotonic()
+            try:
+                self._begin(temporary, state, metadata, before_commit)
+            except CheckpointError as error:
+                self._errors.append((temporary, error))
+                self._raise_errors(defers=True)
+            self._continuous.begin(time.monotonic() - start)
+        else:
+            with agreement(f"{self.directory}: not saved"):
+                self.wait()
+                metadata = self._validate(state, arguments)
+                requested = requested or self._due.get(metadata.step) == "requested"
+                requested = requested and not self._is_scheduled(metadata.step)
+            self._is_requested = False
+            metadata = metadata._replace(requested=requested)
+            _make_room(self.store, metadata.step)
+            self._begin(self.store, state, metadata, before_commit)
+            self.saved, self._saved_at = metadata.step, self._any_saved_at
         if self.ranking is not None and metadata.metrics:
             has_metric = self.ranking[0] in metadata.metrics
             self._has_ranked_metric = self._has_ranked_metric or has_metric
-        if kind == "temporary" and self._temporary is not None:
-            self._saving, self._any_saved_at = metadata.step, time.monotonic()
-            try:
-                self._begin(self._temporary, state, metadata, before_commit)
-            except CheckpointError as error:
-                self._errors.append((self._temporary, error))
-                self._raise_errors()
-        else:
-            self._is_requested = False
-            metadata = metadata._replace(requested=kind == "requested")
-            self._begin(self.store, state, metadata, before_commit)
-            self.saved, self._saved_at = metadata.step, self._any_saved_at
         self._due = {step: due for step, due in self._due.items() if step > metadata.step}
         if not self.policy.async_:
             self.wait()
 
-    def _kind_of(self, step: int, *, permanent: bool, requested: bool) -> _Kind:
-        due = self._due.get(step)
-        if requested and due != "permanent" and not is_scheduled(step, None, self.policy.every):
-            return "requested"
-        return "permanent" if due is None or (permanent and due == "temporary") else due
+    def _is_temporary(self, state: Any, step: Any) -> bool:
+        """Whether `due` found a temporary save due at this step."""
+        if "temporary" not in self._due.values():
+            return False
+        check_not_donated(state)
+        step = getattr(state, "step", None) if step is None else step
+        return any(step == due for due, kind in self._due.items() if kind == "temporary")
+
+    def _is_scheduled(self, step: int) -> bool:
+        is_due = self._due.get(step) == "permanent"
+        return is_due or is_scheduled(step, None, self.policy.every)
+
+    def _validate(self, state: Any, arguments: Mapping[str, Any]) -> StepMetadata:
+        self._check_open()
+        check_not_donated(state)
+        return step_metadata(state, **arguments)
 
     def _begin(
         self,
@@ -289,8 +330,7 @@ class Series(StepReader):
         metadata: StepMetadata,
         before_commit: Callable[[], None] | None,
     ) -> None:
-        _make_room(store, metadata.step)
-        self._pending = store.begin(state, metadata, before_commit)
+        self._pending = store.begin(state, metadata, before_commit, self._buffers)
         self._saving, self._any_saved_at = metadata.step, time.monotonic()
         self._thread = threading.Thread(
             target=self._finish, args=(store, metadata.step), name="stepfold-save", daemon=False
@@ -300,25 +340,23 @@ class Series(StepReader):
     def _finish(self, store: Store, step: int) -> None:
         """Commit a step and apply the retention policy, in the background."""
         try:
-            is_first = jax.process_index() == 0
+            prunes = store is self.store and jax.process_index() == 0
             if self._pending is not None:
-                self._pending.commit(partial(self._prune, store, step) if is_first else None)
+                self._pending.commit(partial(self._prune, step) if prunes else None)
             self._has_warned = self._has_warned and store is not self._temporary
         except BaseException as error:  # noqa: BLE001  raised by `wait`, in the caller's thread
             self._errors.append((store, error))
         finally:
             self._pending = None  # which holds a copy of the state
 
-    def _prune(self, store: Store, step: int) -> None:
-        """Delete the steps that are not kept, once `step` is saved."""
-        if store is self.store and self._temporary is not None:
+    def _prune(self, step: int) -> None:
+        """Delete the steps that are not kept, once the permanent `step` is saved."""
+        if self._temporary is not None:
             try:
-                for old in self._temporary.steps():
-                    if old <= step:
-                        self._temporary.delete(old)
+                self._temporary.delete_range(0, step)
             except CheckpointError as error:
                 self._errors.append((self._temporary, error))
-        self._retention[store.location].apply(step, self.evaluated)
+        self._retention.apply(step, self.evaluated)
 
     def wait(self) -> None:
         """Wait until the pending save is on disk, and raise its error."""
@@ -330,15 +368,19 @@ class Series(StepReader):
             self._thread.join()
             self._thread = None
 
-    def _raise_errors(self) -> None:
+    def _raise_errors(self, *, defers: bool = False) -> None:
         """Raise the error of a save; of temporary saves, warn of the first since the last success.
 
-        An error of the system in a temporary save does not end the run.
+        An error of the system in a temporary save does not end the run. With `defers`, other errors
+        are raised later, where all processes agree on them.
         """
         errors, self._errors = self._errors, []
         for store, error in errors:
             if store is not self._temporary or not isinstance(error, CheckpointError):
-                raise error
+                if not defers:
+                    raise error
+                self._errors.append((store, error))
+                continue
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
@@ -359,7 +401,8 @@ class Series(StepReader):
             store = next(holding, self.store)
             metadata = step_metadata({}, step=step, data=None, metrics=metrics, extra=extra)
             store.add_metadata(step, metadata.metrics or {}, metadata.extra)
-            self._retention[store.location].forget(step)
+            if store is self.store:
+                self._retention.forget(step)
 
     def prune(self) -> None:
         """Delete the steps that are not kept, if evaluations have ended since the last save."""
@@ -367,7 +410,7 @@ class Series(StepReader):
         steps = self.store.steps() if jax.process_index() == 0 else []
         if steps:
             last = steps[-1] if self.saved is None else self.saved
-            self._retention[self.store.location].apply(last, self.evaluated)
+            self._retention.apply(last, self.evaluated)
 
     def delete_after(self, step: int, is_expendable: Callable[[Any], bool] | None = None) -> None:
         """Delete later steps, on process 0: all, or those whose `extra` the function accepts.
@@ -376,16 +419,32 @@ class Series(StepReader):
         """
         self._check_open()
         self.saved = self._saving = None  # their numbers may be saved again
-        self._due.clear()
-        for store in self._stores() if jax.process_index() == 0 else []:
+        if jax.process_index() > 0:
+            return
+        if self._temporary is not None and is_expendable is None:
+            self._temporary.delete_range(step + 1, math.inf)
+        for store in self._stores():
             for number in reversed([number for number in store.steps() if number > step]):
                 with suppress(DamageError):  # it is never restored
                     if is_expendable is None or is_expendable(store.read_metadata(number).extra):
                         store.delete(number)
 
     def has_checkpoint(self) -> bool:
-        """Return whether stepfold has saved a step here, even if all of them are damaged now."""
-        return any(map(has_own_step, self._stores()))
+        """Return whether stepfold has saved a step here, even if all permanent ones are damaged.
+
+        With several processes, one of them calls this. Temporary steps count if one of them is
+        good. Otherwise they are set aside, with a warning.
+        """
+        temporary = self._temporary
+        if has_own_step(self.store) or temporary is None:
+            return has_own_step(self.store)
+        if temporary.newest_good() is not None:
+            return True
+        for step in temporary.steps():
+            kept = temporary.set_aside(step)
+            text = f"step {step} is damaged, kept as {kept}, and there is no other step"
+            warnings.warn(f"{temporary.location}: {text}", RuntimeWarning, stacklevel=2)
+        return False
 
     def restore(self, like: Any, **options: Any) -> Restored:
         """Wait for the pending save, then restore as `Checkpoints.restore` does.
@@ -397,7 +456,20 @@ class Series(StepReader):
         options |= {"set_aside": self._is_open}  # after closing, it only reads
         restored, store = restore_from(self._stores(), like, **options)
         self.restored_temporary = store is not self.store
+        if self._temporary is not None and options.get("step", "latest") == "latest":
+            self._warn_of_incomplete(self._temporary, restored.step)
         return restored
+
+    def _warn_of_incomplete(self, temporary: TierStore, step: int) -> None:
+        """Warn of temporary steps that are newer than the one that was restored."""
+        lost = temporary.incomplete() if jax.process_index() == 0 else {}
+        for number in sorted(number for number in lost if number > step):
+            warnings.warn(
+                f"{temporary.location}: step {number} is not complete, and step {step} is taken: "
+                f"{lost[number]}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _stores(self) -> Sequence[Store]:
         return [self.store] if self._temporary is None else [self.store, self._temporary]

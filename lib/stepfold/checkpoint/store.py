@@ -25,6 +25,7 @@ import jax
 import numpy as np
 
 from stepfold.checkpoint import manifest
+from stepfold.checkpoint.host_buffers import HostBuffers
 from stepfold.checkpoint.manifest import (
     DamageError,
     ForeignError,
@@ -51,6 +52,7 @@ from stepfold.internals.texts import ORBAX_UNFINISHED
 if TYPE_CHECKING:
     from stepfold.checkpoint.arrays import ArrayReader
     from stepfold.checkpoint.bucket import BucketSave, BucketStore
+    from stepfold.checkpoint.tier import TierSave, TierStore
     from stepfold.checkpoint.writer import OrbaxSave
 
 # What a killed process leaves behind. `saving` is the claim of a run on the step, a file, or a
@@ -64,6 +66,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # of a fil
 _LAYOUTS = {
     "directory": re.compile(r"(0|[1-9]\d*)"),
     "bucket": re.compile(r"(0|[1-9]\d*)\.commit|stepfold\.json"),
+    "tier": re.compile(r"host\.json"),
 }
 
 
@@ -172,15 +175,21 @@ class DirectoryStore:
     # Saving
 
     def begin(
-        self, state: Any, metadata: StepMetadata, before_commit: Callable[[], None] | None = None
+        self,
+        state: Any,
+        metadata: StepMetadata,
+        before_commit: Callable[[], None] | None = None,
+        buffers: HostBuffers | None = None,
     ) -> "PendingSave":
         """Copy the state off the devices, and start to save it as a step in the background.
 
-        The result is to be committed. On failure, its files are removed.
+        With buffers, the state can be donated afterwards. The result is to be committed. On
+        failure, its files are removed.
         """
         from stepfold.checkpoint.writer import OrbaxSave  # lazy: imports orbax
 
-        return OrbaxSave(self._path(metadata.step), state, metadata, before_commit)
+        path = self._path(metadata.step)
+        return OrbaxSave(path, state, metadata, before_commit, buffers)
 
     def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
         """Atomically add metrics to a step, and replace its `extra`."""
@@ -299,8 +308,9 @@ class DirectoryStore:
         return [self.directory / name for name in names_in(self.directory)]
 
 
-Store = Union[DirectoryStore, "BucketStore"]
-PendingSave = Union["OrbaxSave", "BucketSave"]
+PermanentStore = Union[DirectoryStore, "BucketStore"]
+Store = Union[PermanentStore, "TierStore"]
+PendingSave = Union["OrbaxSave", "BucketSave", "TierSave"]
 
 
 def open_store(directory: Any, *, save: bool = False) -> Store:
@@ -321,6 +331,13 @@ def open_store(directory: Any, *, save: bool = False) -> Store:
 
         url = directory if path is None or is_url(directory) else path.as_uri()
         return BucketStore(url, save=save)
+    if layout == "tier":
+        if save:
+            expected, got = "the directory of a series", "that of its temporary steps"
+            refuse(path, expected, got, "give another", kind=CheckpointError)
+        from stepfold.checkpoint.tier import TierStore  # lazy: imports tensorstore
+
+        return TierStore(path)
     if save:  # orbax takes longer to import than everything else: not at the first save
         importlib.import_module("stepfold.checkpoint.writer")
     return DirectoryStore(read_directory(path, make=save))
@@ -336,7 +353,7 @@ def local_path(directory: Any) -> Path | None:
 
 
 def _layout_of(path: Path) -> str | None:
-    """Return "directory" or "bucket" if a folder has steps in one of the layouts."""
+    """Return the layout of the steps in a folder; None if it has none."""
     names = names_in(path)
     layouts = {layout for layout, name in _LAYOUTS.items() if any(map(name.fullmatch, names))}
     if len(layouts) > 1:
@@ -369,10 +386,10 @@ def _below(store: Store) -> str:
     return join_location(store.location, "checkpoints")
 
 
-def open_to_save(path: Any) -> Store:
+def open_to_save(path: Any) -> PermanentStore:
     """Open the store of a directory that all processes share; collective."""
     with agreement(f"{path}: not opened"):
-        store = open_store(path, save=True)
+        store: PermanentStore = open_store(path, save=True)  # type: ignore[assignment]
     if not is_url(store.location):
         check_shared(Path(store.location))
     return store

@@ -15,6 +15,7 @@ import jax
 
 from stepfold.checkpoint import manifest
 from stepfold.checkpoint.claims import Claim, ClaimedError
+from stepfold.checkpoint.host_buffers import HostBuffers
 from stepfold.checkpoint.leaves import arrays_of, leaves_of, shards_of
 from stepfold.checkpoint.manifest import StepMetadata
 from stepfold.checkpoint.steps import locked, sync
@@ -35,9 +36,11 @@ class OrbaxSave:
         state: Any,
         metadata: StepMetadata,
         before_commit: Callable[[], None] | None,
+        buffers: HostBuffers | None = None,
     ) -> None:
         """Copy the state off the devices and start to write it to the directory `path`."""
         arrays, leaves = arrays_of(state), leaves_of(state)
+        arrays = arrays if buffers is None else buffers.keep(arrays)
         stored = {name: array for name, array in arrays.items() if array.size}
         self._path, self._peers = path, _Peers()
         self._writer = StepWriter(manifest.STATE, self._peers.meet)
@@ -54,7 +57,7 @@ class OrbaxSave:
                     self._reservation.callback(claim.release)
                     claim.acquire()
                     self._owns_files = True
-            # On CPU, zero-copy views; holding them protects donated buffers.
+            # On CPU, zero-copy views, of the buffers if there are any.
             shards = {name: shards_of(array) for name, array in arrays.items()}
 
             def write_manifest(folder: Path) -> None:

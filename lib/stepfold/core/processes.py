@@ -141,11 +141,6 @@ def spell_processes(processes: Sequence[int]) -> str:
     return f"process {named}" if len(processes) == 1 else f"processes {named}"
 
 
-def max_over_processes(value: int) -> int:
-    """Return the maximum over all processes, all of which call this."""
-    return int(max(KeyValues("agreement").gather(value, "an answer")))
-
-
 def broadcast_from_first(values: list[T]) -> list[T]:
     """Return the list of process 0, of JSON, on every process, all of which call this."""
     first: list[T] = KeyValues("agreement").gather(values, "an answer")[0]

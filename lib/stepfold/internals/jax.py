@@ -6,6 +6,7 @@ the primitives that `inspect/flops.py` counts, and the HLO that `inspect/collect
 """
 
 import hashlib
+import socket
 import sysconfig
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -52,6 +53,22 @@ def coordination_service() -> Any:
 
 
 _SERVICE_METHODS = ("key_value_set", "key_value_dir_get", "key_value_delete", "key_value_increment")
+
+
+def coordinator_address() -> str | None:
+    """Return the host and port of the service that started the processes; None without one.
+
+    Without it, a process listens for the others at the address that its host name has.
+    """
+    if not jax.distributed.is_initialized():
+        return None
+    try:
+        from jax._src.distributed import global_state
+
+        address: str | None = global_state.coordinator_address
+    except (ImportError, AttributeError):
+        address = None
+    return address or f"{socket.gethostname()}:0"
 
 
 # Programs

@@ -47,9 +47,8 @@ class Save:
     def next(self, run: Run) -> float:
         if self._series is None:
             return math.inf
-        policy = self._series.policy
-        policies = filter(None, [policy, policy.temporary])
-        return min(self._plan.next_due(policy, run.step) for policy in policies)
+        schedules = self._series.policy.schedules
+        return min(self._plan.next_due(schedule, run.step) for schedule in schedules)
 
     def is_due(self, run: Run) -> bool:
         request, series = run.requests.get(Kind.SAVE), self._series

@@ -169,7 +169,7 @@ class Session:
 
     def _plan(self) -> Plan:
         run, feed, options = self.run, self.feed, self._options
-        saves = [] if self.series is None else [self.series.policy, self.series.policy.temporary]
+        saves = [] if self.series is None else self.series.policy.schedules
         first_step = run.step - run.batches_used
         return Plan(
             options.log_every,
