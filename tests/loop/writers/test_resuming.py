@@ -146,6 +146,7 @@ def test_rows_after_a_stop_within_an_interval_are_not_kept(tmp_path):
     assert [row["step"] for row in fit(tmp_path)] == [LOG, LOG + 2, 2 * LOG, 3 * LOG, STEPS]
 
 
+@pytest.mark.filterwarnings("ignore:.*the run ends without:RuntimeWarning")  # nobody evaluates more
 def test_a_late_result_of_an_evaluation_may_come_before_a_row_that_waits(tmp_path):
     item = sf.Evaluation(lambda state: {"one": 1.0}, every=LOG, name="other", elsewhere=True)
     options = {"evaluation": item, "log_every": 6}
