@@ -28,7 +28,7 @@ SLOW = {  # whose examples compile most
     *("stepfold.adapter.from_arguments", "stepfold.adapter.hezar", "stepfold.adapter.qurious"),
     *("stepfold.adapter.trainer", "stepfold.checkpoint.names", "stepfold.checkpoint.series"),
     *("stepfold.core.loss", "stepfold.core.spikes", "stepfold.data.workers"),
-    *("stepfold.inspect.compiled", "stepfold.sharding.reduce"),
+    *("stepfold.inspect.compiled", "stepfold.sharding.reduce", "stepfold.testing"),
 }
 
 

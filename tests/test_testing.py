@@ -228,6 +228,7 @@ def test_layouts_give_the_same_to_rounding():
     assert len(testing.check_layouts(linear_step(), linear_state(), batch, meshes)) == 2
 
 
+@pytest.mark.full
 def test_a_step_that_depends_on_the_mesh_is_named():
     def step(state, batch):
         devices = len(batch.sharding.device_set) if hasattr(batch, "sharding") else 1

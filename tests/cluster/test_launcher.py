@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from tests.forks import clean_environ
 
+from stepfold.__main__ import main
+
 PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
@@ -335,11 +337,11 @@ def test_no_process_outlives_a_launcher_that_is_killed(launch, tmp_path):
         ([], "the following arguments are required: script"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, text):
-    command = [sys.executable, "-m", "stepfold", "launch", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert text in done.stderr
+def test_wrong_arguments_are_refused(arguments, text, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["launch", *arguments])
+    assert end.value.code == 2
+    assert text in capsys.readouterr().err
 
 
 def test_a_launcher_within_a_launched_process_sets_its_own_environment(launch):

@@ -234,6 +234,7 @@ def test_another_version_is_named(copy, first):
     assert any("jax" in other for other in found.others)
 
 
+@pytest.mark.full
 def test_runs_on_other_meshes_compare_rows(first, tmp_path):
     found = diff(first, train(tmp_path / "b", mesh=sf.make_mesh((-1,), ("data",))))
     assert any(cause.kind == "device" for cause in found.causes) or found.differs_at is None
@@ -362,12 +363,14 @@ def test_another_line_of_the_loss_is_named(first, tmp_path):
     assert f"test_diff.py:{line} (scaled_loss_fn)" in found.where
 
 
+@pytest.mark.full
 def test_another_constant_of_the_optimizer_is_named(first, tmp_path):
     found = diff_again(first, train(tmp_path / "b", rate=2e-2), rate=2e-2)
     assert (found.step, found.inputs) == (1, ["program"])
     assert "mul at" in found.where
 
 
+@pytest.mark.full
 def test_more_metrics_are_no_difference_of_the_program(first, tmp_path):
     other = train(tmp_path / "b", loss=other_loss_fn)
     found = diff(first, other)
@@ -384,6 +387,7 @@ def test_a_fault_is_of_the_run_that_has_it(first, tmp_path, step):
     assert [*diff_again(other, first).faulty] == [str(other)]
 
 
+@pytest.mark.full
 def test_another_key_is_named(first, tmp_path):
     assert diff_again(first, train(tmp_path / "b", key=1)).inputs == ["key"]
 
