@@ -125,7 +125,7 @@ class Trainer(ModelTrainer):
     def train_step(self, batch: Any) -> dict[str, float]:
         """Do one step, and return its `loss` and other metrics; this waits for the device.
 
-        An override may compute gradients of its own, and call `apply_gradients`.
+        An override may compute its own gradients, and call `apply_gradients`.
         """
         self.state, metrics = self._step(self.state, batch)
         return metric_values(jax.device_get(metrics))

@@ -195,7 +195,7 @@ class ContinuousSaves:
         return self._began is None or now - self._began >= loss / _SHARE
 
     def begin(self, seconds: float) -> None:
-        """Note that a save has begun, which blocked the loop for some time."""
+        """Record the start of a save, and for how long it blocked the loop."""
         self._has_save, self._blocked, self._slower = True, seconds, 0.0
         self._began = time.monotonic() - seconds
 

@@ -30,9 +30,9 @@ class Position:
     that waits for others.
 
     Attributes:
-      moves: what was begun so far.
+      moves: how many activities this process has started.
       step: the step that it is at.
-      doing: what was begun last.
+      doing: the activity that it started last.
       has_run: whether it has done a step since its last restore, so that it is compiled.
       on_run: called after that step.
     """

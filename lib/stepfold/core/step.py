@@ -316,7 +316,7 @@ def _warn_of_local_gradients(
             "the rows of each device, since check_vma=False leaves out the sum over devices, also "
             "after a pmean of the loss; apply jax.jit to the step instead, with a batch of "
             "sf.shard_batch, or give make_train_step(…, grad=…) a function whose gradients are "
-            "averaged by jax.lax.pmean. If each device has parameters of its own, ignore this",
+            "averaged by jax.lax.pmean. If each device has its own parameters, ignore this",
             stacklevel=2,
         )
 

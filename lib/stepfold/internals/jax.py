@@ -117,7 +117,7 @@ class ProgramCache(Protocol):
     _path: Path  # the directory, for jax's log
 
     def get(self, key: str) -> bytes | None:
-        """Return what was put under a key, if anything."""
+        """Return the program of a key, or None."""
 
     def put(self, key: str, value: bytes) -> None:
         """Keep a program."""

@@ -197,7 +197,7 @@ class Alone:
 
     An error of user code ends a single process at once. With several, the others may be in a step
     or a vote already, which needs all of them. So the process whose hook raised does all that the
-    others do, except to call hooks, until a vote has told them. Nothing else may depend on it.
+    others do, except to call hooks, until a vote shows it to them. Nothing else may depend on it.
 
     Attributes:
       position: how far this process is, if there are others.

@@ -39,7 +39,7 @@ def predict(
     after its last file if it is made again. It first reads the files, to find those that are
     damaged. Batches of a source with `len()` seek to that row; others are read again up to there,
     but not computed. With the same batch size the files are the same, bit for bit. A folder is
-    refused if it was begun with another state, or with other data as far as that shows: in the
+    refused if it started with another state, or with other data as far as that shows: in the
     length, the position or the first batch.
 
     Padding is what `sf.batches(…, remainder="pad")` added to its last batch. In batches from

@@ -136,7 +136,7 @@ class Event(NamedTuple):
     Attributes:
       step, total: the number of steps done, and at the end of the run, or None if unknown.
       metrics: numbers by name: `train/loss` over the steps since the last log point, `eval/loss`.
-        A hook cannot change them; it returns more numbers, under names of its own.
+        A hook cannot change them; it returns more numbers, under other names.
       state: the state. At a log point it may be up to 19 steps ahead, because metrics are read
         while later steps run; a hook with `needs_exact_state = True` gets the state of `step`.
         Its containers are the event's own, so that writing into them does not change the training;
