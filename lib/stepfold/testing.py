@@ -38,7 +38,7 @@ from stepfold.sharding.plan import make_sharding
 
 
 class LawError(StepfoldError, AssertionError):
-    """Raised by a check of `stepfold.testing`, with the laws that do not hold.
+    """Raised by a check of a program, with the laws that do not hold.
 
     >>> from stepfold import testing
     >>> issubclass(testing.LawError, AssertionError)

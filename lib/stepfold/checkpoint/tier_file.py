@@ -128,7 +128,7 @@ def read(path: Path, offset: int, size: int) -> np.ndarray:
         try:
             with path.open("rb") as file:
                 file.seek(offset)
-                count = file.readinto(content)
+                count = file.readinto(content.data)
         except FileNotFoundError:
             raise DamageError(f"{path.name}: missing") from None
     if count != size:
@@ -146,12 +146,12 @@ def drop_damaged(path: Path, table: Any) -> None:
         for name, index, crc in table["shards"]:
             shape = [stop - start for start, stop in index]
             size = Leaf(tuple(shape), table["leaves"][name][1]).bytes
-            if zlib.crc32(read(path, offset, size)) == crc:
+            if zlib.crc32(read(path, offset, size).data) == crc:
                 good.append([name, index, crc])
             offset += size
         for array in manifest.stored_arrays("", table["arrays"]).values():
             content = read(path, offset + array.offset, array.leaf.bytes)
-            if zlib.crc32(content) != array.checksum:
+            if zlib.crc32(content.data) != array.checksum:
                 raise DamageError(f"{path.name}: an array is not the one that was saved")
         table["shards"] = good
 

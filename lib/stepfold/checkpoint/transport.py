@@ -68,7 +68,7 @@ class Connection:
 
     def fill(self, array: np.ndarray) -> None:
         """Receive as many bytes as the array holds."""
-        rest = memoryview(array)
+        rest = array.data
         while rest:
             if not (count := self._socket.recv_into(rest)):
                 raise ConnectionError("the other process closed the connection")
