@@ -5,6 +5,7 @@ leaves the same files, but takes a second to start. Some are real.
 """
 
 import functools
+import itertools
 import json
 import os
 import random
@@ -65,7 +66,7 @@ def whole_of_both(alone, tmp_path_factory):
     """Train with temporary checkpoints in a second directory."""
     run = Run(tmp_path_factory.mktemp("whole_of_both"), alone, is_temporary=True)
     assert run.go()
-    assert run.names() == [["12", "6"], ["16"]]
+    assert run.names() == [["12", "6"], ["16 of process 0.slices"]]
     return run
 
 
@@ -103,8 +104,10 @@ def test_kills_at_random_times(alone, whole, request, is_temporary, tmp_path, co
     """Kill runs with checkpoints in one directory, or with temporary ones in a second."""
     chance, lost = random.Random(is_temporary), []
     whole = request.getfixturevalue("whole_of_both") if is_temporary else whole
-    while len(lost) < count(1, 30 if is_temporary else 9):
-        run = Run(tmp_path / f"{len(lost)}", alone, is_temporary=is_temporary)
+    for number in itertools.count():  # a run may end before it is killed
+        if len(lost) >= count(1, 30 if is_temporary else 9):
+            break
+        run = Run(tmp_path / f"{number}", alone, is_temporary=is_temporary)
         for _ in range(count(1, 3)):
             if run.go({"kill_after": (chance.randint(1, 4), chance.uniform(0, 0.2))}):
                 break
@@ -138,8 +141,9 @@ def test_stops_before_each_change_of_a_file(forks, whole, tmp_path, count):
 def test_kills_with_two_processes(two, whole_of_two, is_temporary, tmp_path, count):
     """Kill one process, the other or both, and resume."""
     chance, lost, whole = random.Random(0), [], whole_of_two(is_temporary)
+    numbers = itertools.count()  # a run may end before it is killed
     while len(lost) < count(1, 6):
-        run = Run(tmp_path / f"{len(lost)}", two, is_temporary=is_temporary)
+        run = Run(tmp_path / f"{next(numbers)}", two, is_temporary=is_temporary)
         kill = {"kill_after": (chance.randint(1, 4), chance.uniform(0, 0.2))}
         if not run.go(*(kill if len(lost) % 3 in (me, 2) else {} for me in (0, 1))):
             lost.append(run.check(whole))

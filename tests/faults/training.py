@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -249,8 +250,13 @@ class Run:
         return [folder for folder in folders if folder.exists()]
 
     def names(self):
+        """List what is in the folders; of temporary files, without what tells starts apart."""
         return [
-            sorted(path.name for path in folder.iterdir() if path.name != "series.json")
+            sorted(
+                re.sub(r"-[0-9a-f]+\.\d+-", " of process ", path.name)
+                for path in folder.iterdir()
+                if path.name not in ("series.json", "host.json")
+            )
             for folder in self.folders()
         ]
 

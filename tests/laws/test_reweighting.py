@@ -221,8 +221,8 @@ def test_batches_are_a_function_of_the_step_and_the_changes(changes, position, p
 
 @pytest.mark.full
 def test_a_capsule_reads_the_batches_after_a_change_again(tmp_path):
-    """The batch of step 15 is read again from the checkpoint of step 8, before a change at 10."""
-    expected = sf.batches(mixture([(10, CHANGES[6])]), SIZE)
+    """The batch of step 15 is read again from the checkpoint of step 8, before a change at 12."""
+    expected = sf.batches(mixture([(12, CHANGES[6])]), SIZE)
     bad = float(expected.at(14)["x"].sum())
 
     def loss(params, batch, key):
