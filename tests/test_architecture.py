@@ -190,6 +190,21 @@ def test_errors_of_others_are_recognized_in_one_place():
             assert not (text == "str(error)" and is_test), f"{path}: {ast.unparse(node)}"
 
 
+def test_all_warnings_point_to_the_user():
+    shows = {"warnings.warn", "warnings.warn_explicit"}
+    calls = {
+        path: {
+            ast.unparse(node.func) for node in ast.walk(parse(path)) if isinstance(node, ast.Call)
+        }
+        for path in SOURCES
+    }
+    # Batches show the warnings of their processes again, at the lines of the user there.
+    assert {path for path in SOURCES if calls[path] & shows} == {
+        Path("errors.py"),
+        Path("data/workers.py"),
+    }
+
+
 def module_graph(*, types=False):
     """Map each module to the modules that it imports when it runs; `types` adds TYPE_CHECKING."""
     return {name: imported_modules(path, types=types) for name, path in NAMES.items()}

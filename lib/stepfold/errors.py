@@ -2,10 +2,16 @@
 
 Every error that stepfold raises on purpose is a `StepfoldError`, so that one `except` clause can
 tell it from a bug. Each subclass also derives from the built-in exception that fits, so that
-generic handlers catch it. `refuse` raises most of them, so that their messages read alike.
+generic handlers catch it. `refuse` raises most of them, so that their messages read alike. `warn`
+shows all warnings, so that they point to the line of the user.
 """
 
+import inspect
+import sys
+import traceback
+import warnings
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 from stepfold.tree import describe_value
@@ -151,3 +157,34 @@ def refuse(
     """
     text = got if isinstance(got, str) else describe_value(got)
     raise kind(f"{argument}: expected {expected}, got {text}{advice and '; '}{advice}") from cause
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Show a warning at the line of the user: the innermost frame outside stepfold and jax.
+
+    Frames of the standard library are skipped too, since a context manager or a thread calls
+    stepfold through them. A thread without a frame of the user warns at the line of stepfold.
+
+    Frames are told apart by the modules that they run in. `warnings.warn(skip_file_prefixes=…)`, by
+    file, would stop in the `__init__` of a dataclass, which has no file.
+
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     warn("hooks: expected one of these, got two")
+    >>> [str(warning.message) for warning in caught]
+    ['hooks: expected one of these, got two']
+    """
+    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())][1:]
+    frame = next((frame for frame in frames if not _is_skipped(frame)), frames[0])
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        frame.f_globals.get("__name__") or "<string>",
+        frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _is_skipped(frame: FrameType) -> bool:
+    package = (frame.f_globals.get("__name__") or "").partition(".")[0]
+    return package in ("stepfold", "jax", "jaxlib") or package in sys.stdlib_module_names

@@ -221,7 +221,6 @@ class Trainer(ModelTrainer):
         self._fit(
             parts.train_step,
             self.train_dataloader,
-            stacklevel=4,
             steps=steps,
             config=from_arguments.config_of(parts.arguments),
             evaluation=evaluations,

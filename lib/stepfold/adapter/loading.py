@@ -4,7 +4,6 @@ import functools
 import inspect
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal, Self
@@ -26,7 +25,7 @@ from stepfold.data.epochs import EpochEnds, Skips
 from stepfold.data.prefetch import ReadAhead, prefetch
 from stepfold.data.sources import ENDLESS, ArraySource, is_stream, read_source, stack
 from stepfold.data.stream import BatchIterator
-from stepfold.errors import CheckpointError, ConfigError, refuse
+from stepfold.errors import CheckpointError, ConfigError, refuse, warn
 
 Collect = Callable[[Any], Any]
 Prepare = Callable[[Any], Any]
@@ -332,7 +331,7 @@ def warn_of_batches(dataset: Any) -> None:
             "single one; return batches from configure_dataloaders of a subclass, or, if these are "
             "examples, give data_collator=…"
         )
-        warnings.warn(text, stacklevel=2)
+        warn(text)
 
 
 def collator_of(collator: Collect | None, *datasets: Any) -> Collect | None:

@@ -6,7 +6,6 @@ epochs.
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -18,7 +17,7 @@ from stepfold import tree
 from stepfold.adapter.steps import call_evaluate
 from stepfold.core.loss import LossFn, mean
 from stepfold.core.state import TrainState
-from stepfold.errors import DataError, refuse
+from stepfold.errors import DataError, refuse, warn
 from stepfold.loop.data import check_batches
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.fit import FitResult, fit
@@ -146,7 +145,7 @@ class ModelTrainer:
         own = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("stepfold."))
         return getattr(type(self), method) is not getattr(own, method)
 
-    def _fit(self, step: Any, batches: Any, *, stacklevel: int = 3, **options: Any) -> None:
+    def _fit(self, step: Any, batches: Any, **options: Any) -> None:
         """Call `fit`, and keep its result, also after an exception."""
         try:
             result = fit(step, self.state, batches, **options)
@@ -157,7 +156,7 @@ class ModelTrainer:
         self.result, self.state = result, result.state
         if result.stop_reason.kind == "nonfinite":
             text = f"train: {result.stop_reason}, which ended the run"
-            warnings.warn(text, stacklevel=stacklevel)
+            warn(text)
 
 
 # Batches, outputs and the loss

@@ -6,7 +6,6 @@ A model that carries its parameters is a `Model`, or a module of equinox.
 import functools
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -48,7 +47,7 @@ from stepfold.core.validation import (
     spell_call,
     takes,
 )
-from stepfold.errors import DataError, TreeMismatchError, refuse
+from stepfold.errors import DataError, TreeMismatchError, refuse, warn
 from stepfold.loop.data import check_batches
 from stepfold.loop.evaluate import evaluate
 from stepfold.loop.hooks.base import Hook
@@ -376,10 +375,9 @@ def read_config(config: Any) -> Settings:
     misspelled = [name for name in others if get_close_matches(name, known, n=1, cutoff=0.85)]
     refuse_unknown("config", misspelled, known)
     if others:
-        warnings.warn(
+        warn(
             f"config: expected {', '.join(known)}, got settings that the trainer does not use: "
             f"{', '.join(others)}",
-            stacklevel=3,
         )
     read = {name: values.get(f"training.{name}") for name in Settings._fields}
     given: dict[str, Any] = {name: value for name, value in read.items() if value is not None}
@@ -458,11 +456,10 @@ def warn_of_rate(scheduler: Callable[[Any], Any] | None) -> None:
         return
     factors = [abs(float(scheduler(jnp.int32(count)))) for count in (0, *(4**n for n in range(11)))]
     if 0 < max(factors) <= 0.1:
-        warnings.warn(
+        warn(
             "scheduler: expected a factor of the updates, which is 1 at its highest as a rule, got "
             f"{max(factors):.3g} at most, as of a learning rate; give the schedule to optax "
             "instead, as optax.adam(schedule), or divide it by its highest value",
-            stacklevel=3,
         )
 
 

@@ -2,7 +2,6 @@
 
 import inspect
 import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from stepfold.adapter.parts import Parts
 from stepfold.adapter.steps import Step, StepWithHooks, call_evaluate
 from stepfold.core.validation import absolute_path, takes_any_keyword
 from stepfold.data.epochs import EpochEnds
-from stepfold.errors import refuse
+from stepfold.errors import refuse, warn
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.loop.evaluate import Evaluation, mesh_of
 from stepfold.loop.hooks.base import BaseHook, Event, Hook
@@ -71,7 +70,7 @@ def find_start(
         if resume_from is True and is_new:
             where = "nothing is saved" if own is None else f"{own.directory} has no checkpoint"
             text = f"resume_from_checkpoint=True: {where}, so the run starts from the beginning"
-            warnings.warn(text, stacklevel=3)
+            warn(text)
         is_path = isinstance(resume_from, str) and not chosen
         # A run that has checkpoints continues from these, but the path has to exist.
         if is_path and (setup.is_newest(own, str(resume_from), folder) or is_new):

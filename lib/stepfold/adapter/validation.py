@@ -1,7 +1,6 @@
 """Checks of `TrainingArguments` as a whole, and of arguments of the trainer."""
 
 import itertools
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from stepfold.adapter.optimizers import (
     parse_scheduler,
 )
 from stepfold.core.metric_modes import known_mode
-from stepfold.errors import ConfigError, refuse
+from stepfold.errors import ConfigError, refuse, warn
 from stepfold.sharding.mesh import axes_of
 
 
@@ -188,7 +187,7 @@ def check_methods(trainer: Any) -> None:
             is_used = owner is None or owner.__module__.startswith("stepfold.")
             if not is_used and callable(getattr(kind, name)) and not trainer.overrides(ours):
                 text = f"{kind.__name__}.{name}: a run calls no method of this name"
-                warnings.warn(f"{text}; override {ours} in its place, or to call it", stacklevel=3)
+                warn(f"{text}; override {ours} in its place, or to call it")
 
 
 def check_functions(**values: Any) -> None:

@@ -7,7 +7,6 @@ Checksums are computed from the values in memory, so that they also cover the wa
 
 import base64
 import math
-import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from stepfold import tree
-from stepfold.errors import ConfigError, ShardingError, TreeMismatchError, refuse
+from stepfold.errors import ConfigError, ShardingError, TreeMismatchError, refuse, warn
 
 Region = tuple[tuple[int, int], ...]
 
@@ -241,11 +240,10 @@ def converted(name: str, saved: Leaf, like: Any, array: np.ndarray) -> np.ndarra
         converted = array.astype(dtype, copy=False)
     is_cast = dtype != array.dtype and jnp.issubdtype(dtype, jnp.floating)
     if is_cast and (lost := np.count_nonzero(np.isfinite(array) & ~np.isfinite(converted))):
-        warnings.warn(
+        warn(
             f"{name}: {lost:,} of {array.size:,} values are beyond the range of {dtype}, and are "
             f"not finite now; saved {saved}, wanted {wanted}",
             RuntimeWarning,
-            stacklevel=2,
         )
     if jnp.issubdtype(dtype, jnp.integer) and not np.array_equal(converted, array):
         raise TreeMismatchError(

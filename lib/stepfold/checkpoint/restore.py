@@ -2,7 +2,6 @@
 
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,7 +27,7 @@ from stepfold.checkpoint.store import (
 from stepfold.core.metric_modes import known_mode
 from stepfold.core.processes import KeyValues, agreement, broadcast_from_first
 from stepfold.core.validation import as_integer, check_flags, read_instance
-from stepfold.errors import CheckpointError, TreeMismatchError, refuse
+from stepfold.errors import CheckpointError, TreeMismatchError, refuse, warn
 from stepfold.table import table
 
 Step = int | Literal["latest", "best"]
@@ -273,7 +272,7 @@ def _restore_from_orbax(
     wanted = dict(tree.named_leaves(like))
     arrays = reader.read({old: wanted[name] for name, old in sources.items()})
     text = f"{path}: orbax saved it without stepfold, so that its values are not verified"
-    warnings.warn(text, RuntimeWarning, stacklevel=6)  # of the call of `restore`
+    warn(text, RuntimeWarning)  # of the call of `restore`
     state = _with_leaves(like, {name: arrays[old] for name, old in sources.items()})
     return Restored(state, step, None, None, {}, sources, not_loaded, {})
 
@@ -287,10 +286,9 @@ def _warn_of_damage(
         kept = store.set_aside(number)
         where = f", kept as {kept}" if kept else ", left where it is"
     other = "the next best" if step == "best" else "an older one"
-    warnings.warn(
+    warn(
         f"{store.location}: step {number} is damaged{where}, and {other} is taken: {problem}",
         RuntimeWarning,
-        stacklevel=4,
     )
 
 

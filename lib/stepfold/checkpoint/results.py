@@ -7,13 +7,12 @@ states still do.
 """
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from stepfold.checkpoint.manifest import DamageError, read_fields
-from stepfold.errors import CheckpointError
+from stepfold.errors import CheckpointError, warn
 
 FOLDER, LEASES = "evaluations", "evaluators"  # next to the steps
 _RUN = f"{FOLDER}/run.json"
@@ -56,11 +55,10 @@ def read_result(store: Any, result: Result) -> dict[str, float] | None:
     if note is None:
         return None
     if not isinstance(note, dict):
-        warnings.warn(
+        warn(
             f"{store.location}/{result.path}: expected the numbers of an evaluation, got a damaged "
             f"file; sf.evaluate_run evaluates step {result.step} again",
             RuntimeWarning,
-            stacklevel=2,
         )
         return None
     return {name: float(value) for name, value in note.items() if type(value) in (int, float)}

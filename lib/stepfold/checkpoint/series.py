@@ -5,7 +5,6 @@ import math
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
@@ -34,7 +33,7 @@ from stepfold.checkpoint.verify import damage_of, newest_complete
 from stepfold.core.processes import KeyValues, agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
 from stepfold.core.validation import is_url
-from stepfold.errors import CheckpointError, refuse
+from stepfold.errors import CheckpointError, refuse, warn
 
 if TYPE_CHECKING:
     from stepfold.checkpoint.policy import Checkpoints
@@ -162,7 +161,7 @@ class Series(StepReader):
                 "alone; no step is ranked"
             )
         if problem:
-            warnings.warn(f"{self.directory}: {problem}", RuntimeWarning, stacklevel=3)
+            warn(f"{self.directory}: {problem}", RuntimeWarning)
 
     def __enter__(self) -> Self:
         return self
@@ -383,11 +382,10 @@ class Series(StepReader):
                 continue
             if not self._has_warned:
                 self._has_warned = True
-                warnings.warn(
+                warn(
                     f"{store.location}: temporary saves fail, and the run continues without them: "
                     f"{error}",
                     RuntimeWarning,
-                    stacklevel=3,
                 )
 
     # Afterwards
@@ -443,7 +441,7 @@ class Series(StepReader):
         for step in temporary.steps():
             kept = temporary.set_aside(step)
             text = f"step {step} is damaged, kept as {kept}, and there is no other step"
-            warnings.warn(f"{temporary.location}: {text}", RuntimeWarning, stacklevel=2)
+            warn(f"{temporary.location}: {text}", RuntimeWarning)
         return False
 
     def restore(self, like: Any, **options: Any) -> Restored:
@@ -464,11 +462,10 @@ class Series(StepReader):
         """Warn of temporary steps that are newer than the one that was restored."""
         lost = temporary.incomplete() if jax.process_index() == 0 else {}
         for number in sorted(number for number in lost if number > step):
-            warnings.warn(
+            warn(
                 f"{temporary.location}: step {number} is not complete, and step {step} is taken: "
                 f"{lost[number]}",
                 RuntimeWarning,
-                stacklevel=3,
             )
 
     def _stores(self) -> Sequence[Store]:
@@ -493,10 +490,9 @@ def _make_room(store: Store, step: int) -> None:
         kept = damage and store.set_aside(step)
         if not kept:
             raise CheckpointError(message)
-        warnings.warn(
+        warn(
             f"{store.location}: step {step} is damaged, kept as {kept}, and saved again: {damage}",
             RuntimeWarning,
-            stacklevel=4,
         )
 
 

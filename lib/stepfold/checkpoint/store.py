@@ -15,7 +15,6 @@ import secrets
 import shutil
 import stat
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -46,7 +45,7 @@ from stepfold.checkpoint.steps import (
 )
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.validation import is_url
-from stepfold.errors import CheckpointError, refuse
+from stepfold.errors import CheckpointError, refuse, warn
 from stepfold.internals.texts import ORBAX_UNFINISHED
 
 if TYPE_CHECKING:
@@ -407,7 +406,7 @@ def complete_steps(store: Store, steps: Iterable[int] | None = None) -> dict[int
         except (DamageError, ForeignError, NewerError):
             continue
         except CheckpointError as error:
-            warnings.warn(f"step {step} is left out: {error}", RuntimeWarning, stacklevel=2)
+            warn(f"step {step} is left out: {error}", RuntimeWarning)
     return complete
 
 

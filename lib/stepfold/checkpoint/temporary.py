@@ -6,7 +6,6 @@ import re
 import secrets
 import statistics
 import time
-import warnings
 from collections import deque
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from stepfold.checkpoint.store import PermanentStore, Store, local_path
 from stepfold.checkpoint.tier import TierStore, open_tier
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.validation import read_integer, read_positive
-from stepfold.errors import CheckpointError, refuse
+from stepfold.errors import CheckpointError, refuse, warn
 from stepfold.internals import texts
 
 # An identity of the series, next to its steps. A directory that is deleted and made again has the
@@ -133,10 +132,9 @@ def open_temporary(temporary: Temporary, series: PermanentStore) -> TierStore | 
     except CheckpointError as error:
         if not texts.DISK_FULL.search(str(error)):
             raise
-        warnings.warn(
+        warn(
             f"{folder}: the run continues without temporary saves: {error}",
             RuntimeWarning,
-            stacklevel=4,
         )
         return None
 
@@ -152,11 +150,10 @@ def _warn_of_others(temporary: Temporary, series: Store) -> None:
     pattern = temporary.folder_of(series, "*")
     for folder in sorted(pattern.parent.glob(pattern.name)):
         if TierStore(folder).steps():
-            warnings.warn(
+            warn(
                 f"{folder}: temporary steps of an earlier series in {series.location}, which "
                 "was deleted or moved, are not continued; delete them, or move it back",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
 

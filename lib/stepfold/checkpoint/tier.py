@@ -19,7 +19,6 @@ delete what is older than the newest that all have.
 
 import secrets
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -46,7 +45,7 @@ from stepfold.checkpoint.tier_file import (
 )
 from stepfold.checkpoint.transport import Address, Connection, Server, ask
 from stepfold.core.processes import KeyValues, agreement, broadcast_from_first
-from stepfold.errors import CheckpointError, refuse
+from stepfold.errors import CheckpointError, refuse, warn
 from stepfold.internals import texts
 
 if TYPE_CHECKING:
@@ -129,11 +128,10 @@ class TierStore:
             except CheckpointError as error:
                 if process not in self._unreachable:
                     self._unreachable.add(process)
-                    warnings.warn(
+                    warn(
                         f"{self.location}: the temporary steps of process {process} are left out: "
                         f"{error}",
                         RuntimeWarning,
-                        stacklevel=2,
                     )
 
     def _answer(self, request: Any, connection: Connection) -> tuple[Any, Sequence[memoryview]]:

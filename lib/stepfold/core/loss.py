@@ -12,7 +12,6 @@ The contract is checked when a step is made and while jax traces it, so that the
 in a compiled step.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce, wraps
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from jax.errors import ConcretizationTypeError, TracerArrayConversionError
 
 from stepfold import tree
 from stepfold.core.validation import spell_call, takes
-from stepfold.errors import LossError, StepfoldError, refuse
+from stepfold.errors import LossError, StepfoldError, refuse, warn
 from stepfold.internals import texts
 from stepfold.internals.jax import sum_over_shards, used_inputs
 
@@ -244,7 +243,7 @@ def _warn_of_padding(function: Callable[[Any], tuple[Terms, Metrics]], batch: An
         return any(of_mask), any(is_used for is_used, is_one in pairs if not is_one)
 
     if not depends(0, count)[0]:
-        warnings.warn(_UNREAD_MASK, stacklevel=3)
+        warn(_UNREAD_MASK)
         return
     unmasked, begin = [], count
     for name in sorted(metrics):  # the order of the outputs
@@ -255,7 +254,7 @@ def _warn_of_padding(function: Callable[[Any], tuple[Terms, Metrics]], batch: An
             unmasked += [name] if uses_data and not uses_mask else []
         begin = end
     if unmasked:
-        warnings.warn(_UNMASKED_METRICS.format(", ".join(unmasked)), stacklevel=3)
+        warn(_UNMASKED_METRICS.format(", ".join(unmasked)))
 
 
 _UNREAD_MASK = (

@@ -1,7 +1,6 @@
 """Train and eval steps: pure functions, not jitted."""
 
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -48,7 +47,7 @@ from stepfold.core.precision import (
 )
 from stepfold.core.state import TrainState, check_not_donated, strengthen
 from stepfold.core.validation import check_flags, read_function
-from stepfold.errors import ConfigError, ShardingError, TreeMismatchError, refuse
+from stepfold.errors import ConfigError, ShardingError, TreeMismatchError, refuse, warn
 from stepfold.internals.jax import has_collective, unchecked_axes, without_dead_code
 
 StepFn = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
@@ -311,13 +310,12 @@ def _warn_of_local_gradients(
     traced = jax.make_jaxpr(function)(state, batch)
     if not has_collective(without_dead_code(traced.jaxpr)):
         names = ", ".join(axes)
-        warnings.warn(
+        warn(
             f"step: expected gradients of the whole batch in shard_map over {names}, got those of "
             "the rows of each device, since check_vma=False leaves out the sum over devices, also "
             "after a pmean of the loss; apply jax.jit to the step instead, with a batch of "
             "sf.shard_batch, or give make_train_step(…, grad=…) a function whose gradients are "
             "averaged by jax.lax.pmean. If each device has its own parameters, ignore this",
-            stacklevel=2,
         )
 
 

@@ -8,7 +8,6 @@ to the same `BatchBuilder`.
 
 import copy
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self
@@ -25,7 +24,7 @@ from stepfold.data.mixture import Mixture, Weights
 from stepfold.data.order import Indices, Order, Rows, make_key
 from stepfold.data.sources import ENDLESS, Source, is_stream, read_source, row_list, stack
 from stepfold.data.stream import BatchIterator, Stream, StreamBatches, refuse_stop_iteration
-from stepfold.errors import DataError, refuse
+from stepfold.errors import DataError, refuse, warn
 from stepfold.internals import texts
 
 _AHEAD = 32768  # rows to shuffle in one call: amortizes numpy's overhead, and still fits a cache
@@ -160,11 +159,10 @@ def batches(
     steps = Epochs(rows.length, sizes, drop=remainder == "drop", epochs=epochs)
     left_out = rows.length % sizes[-1][1]
     if left_out and not is_chosen and epochs is not None and seed is None:
-        warnings.warn(
+        warn(
             f"remainder: expected a choice for the last {left_out} of {rows.length} examples, got "
             "none, and 'drop' leaves them out of every epoch; give remainder='pad' and use its "
             "mask, or 'keep', or 'drop'",
-            stacklevel=2,
         )
     return Batches(rows, builder, steps, Order(rows.length, seed), shard, pipeline, start)
 

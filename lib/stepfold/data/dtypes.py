@@ -6,7 +6,6 @@ numbers as 32-bit ones unless x64 is enabled, and wraps integers that do not fit
 `collate` and `pack` refuse those, and `batches` warns of them once, since a step may not use them.
 """
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
-from stepfold.errors import DataError, refuse
+from stepfold.errors import DataError, refuse, warn
 
 
 def dtype_in_jax(dtype: Any) -> Any:
@@ -41,11 +40,10 @@ def warn_of_wrapped(batch: Any) -> None:
     for name, leaf in tree.named_leaves(batch, "batch"):
         wrapped = find_wrapped(leaf) if isinstance(leaf, np.ndarray) else None
         if wrapped is not None:
-            warnings.warn(
+            warn(
                 f"{name}: expected integers that fit {dtype_in_jax(leaf.dtype)}, which jax reads "
                 f"them as, got {wrapped}, which it wraps around; make them smaller, or floats, or "
                 "enable x64",
-                stacklevel=4,
             )
 
 

@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import os
-import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from stepfold.data.file_formats import (
 from stepfold.data.file_reader import FileReader, Stamp, refuse_changed, split_query
 from stepfold.data.order import Rows
 from stepfold.data.sources import Source, row_list
-from stepfold.errors import DataError, refuse
+from stepfold.errors import DataError, refuse, warn
 
 _SUFFIXES = {
     "jsonl": ("jsonl", "ndjson"),
@@ -166,16 +165,14 @@ def _open_all(
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         opened = list(pool.map(lambda each: _open(each, form, reader, folder), locations))
     if stale := [file.location for file, state in opened if state == "stale"]:
-        warnings.warn(
+        warn(
             f"files: expected the files that were indexed, got {_abridge(stale)}, which changed "
             "since; their indexes were made again",
-            stacklevel=3,
         )
     if damaged := [file.index_location for file, state in opened if state == "damaged"]:
-        warnings.warn(
+        warn(
             f"files: expected indexes as they were written, got {_abridge(damaged)}, which was "
             "damaged; each was made again",
-            stacklevel=3,
         )
     return [file for file, _ in opened]
 
@@ -369,10 +366,9 @@ class Files(Source):
             return f"rows were {was} and are {part}"
         if saved["contents"] != now["contents"]:
             changed = _abridge(self._new_names("contents", saved))
-            warnings.warn(
+            warn(
                 f"files: expected the contents that the position was saved with, got others of "
                 f"{changed}, in as many rows of each file; the batches continue with them",
-                stacklevel=2,
             )
         return ""
 

@@ -4,7 +4,6 @@ import atexit
 import os
 import pickle
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
@@ -16,7 +15,7 @@ from jax.sharding import Mesh, Sharding
 
 from stepfold import tree
 from stepfold.core.validation import read_integer
-from stepfold.errors import DataError, refuse
+from stepfold.errors import DataError, refuse, warn
 from stepfold.internals.jax import enter_contexts, thread_contexts
 
 Place = Callable[[Any], Any]
@@ -251,10 +250,9 @@ class Prefetch(ReadAhead):
             if before != after
         ]
         self._placing = now  # warn once
-        warnings.warn(
+        warn(
             "prefetch: expected the jax contexts of the first next(), in which batches are made, "
             f"got others: {', '.join(pairs)}; call the first next() in them",
-            stacklevel=3,
         )
 
     def __getattr__(self, name: str) -> Any:

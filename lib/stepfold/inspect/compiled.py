@@ -286,7 +286,7 @@ def _warn_of_unused_axes(arguments: Any, jaxpr: Any) -> None:
     used = {name for each in named for entry in each.spec for name in axes_of(entry)}
     mesh = named[0].mesh if named else None
     if isinstance(mesh, Mesh) and used != set(mesh.axis_names):
-        warn_of_unused_axes(mesh, used | constrained_axes(jaxpr), stacklevel=4)
+        warn_of_unused_axes(mesh, used | constrained_axes(jaxpr))
 
 
 def _is_state(state: Any, output: Any) -> bool:

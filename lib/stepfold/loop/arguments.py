@@ -1,7 +1,6 @@
 """The checks of the arguments of `fit`, before anything is opened."""
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -16,7 +15,7 @@ from stepfold.core.validation import (
     suggest,
     takes,
 )
-from stepfold.errors import refuse
+from stepfold.errors import refuse, warn
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.fold import Part
@@ -150,10 +149,9 @@ def check_kinds(hooks: Sequence[Hook], evaluations: Sequence[Evaluation]) -> Non
         check_kind(hook, kinds)
         metric = getattr(hook, "metric", None) or ""
         if may_stop(hook) and metric.partition("/")[0] in at_end:
-            warnings.warn(
+            warn(
                 f"{hook_name(hook)}: expected {metric} to be measured during the run, got an "
                 "evaluation at its end; give sf.Evaluation(…, every=…)",
-                stacklevel=3,
             )
 
 
@@ -182,11 +180,10 @@ def check_resumable(
     if checkpoints is None:
         return
     if not feed.is_resumable:
-        warnings.warn(
+        warn(
             "batches: expected get_state and set_state, to resume from a checkpoint, got "
             f"{describe_value(feed.batches)}; the state is saved, but a resume will be "
             "refused: give sf.batches(data, …)",
-            stacklevel=3,
         )
     check_values(feed.position(feed.first_used), "batches: get_state()")
     feed.check_next_position = feed.is_resumable
@@ -246,8 +243,7 @@ class WatchedMetrics:
         """Warn of metrics that were never measured, not even before a resume."""
         for metric, argument in self.unseen.items() if self.saw_event else ():
             if not history.curve(metric) and not metric.startswith(self._elsewhere):
-                warnings.warn(
+                warn(
                     f"{metric}: expected a metric that is measured, got "
                     f"{', '.join(sorted(history))}; {argument} had no effect",
-                    stacklevel=3,
                 )

@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import numpy as np
 from stepfold import tree
 from stepfold.checkpoint.leaves import check_values
 from stepfold.data.epochs import EpochEnds
-from stepfold.errors import DataError, refuse
+from stepfold.errors import DataError, refuse, warn
 
 _LARGE = 1 << 20  # bytes of arrays in a position that is not kept in memory
 
@@ -139,11 +138,10 @@ class BatchFeed:
         position = self._state()
         check_values(position, "batches: get_state()")
         if reason := _find_lost(position):
-            warnings.warn(
+            warn(
                 f"batches: expected a position to resume at from a checkpoint, got none: {reason}; "
                 "the state is saved, but a resume will be refused: give sf.batches a source with "
                 "len() and [i], which seed=… shuffles, or a stream with get_state and set_state",
-                stacklevel=9,
             )
 
     def pull(self) -> Any:

@@ -6,7 +6,6 @@ other process creates a result for each, once.
 """
 
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -26,7 +25,7 @@ from stepfold.checkpoint.results import (
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.store import complete_steps
 from stepfold.core.processes import agreement, broadcast_from_first
-from stepfold.errors import CheckpointError
+from stepfold.errors import CheckpointError, warn
 from stepfold.loop.fold import NO_VALUE, Alone
 from stepfold.loop.parts import Evaluate, Log
 from stepfold.loop.plan import Plan
@@ -135,7 +134,7 @@ class Elsewhere:
                 listed = f"{', '.join(map(str, steps[:8]))}{', …' if len(steps) > 8 else ''}"
                 what = f"{', '.join(names)} of step{'s' * (len(steps) > 1)} {listed}"
                 text = f"{self._series.directory}: the run {problem} {what}, {why}"
-                warnings.warn(text, RuntimeWarning, stacklevel=11)
+                warn(text, RuntimeWarning)
 
     def _is_planned(self, run: Run) -> bool:
         return any(self._plan.is_due(item, run.step) for item in self._plan.recurring)
@@ -164,7 +163,7 @@ class Elsewhere:
                 if not self._has_warned:
                     self._has_warned = True
                     text = f"{error}; the run continues, and looks for evaluations again later"
-                    warnings.warn(text, RuntimeWarning, stacklevel=9)
+                    warn(text, RuntimeWarning)
         now = time.monotonic()
         self._next_look = now + (now - start) / _SHARE
         return broadcast_from_first(found)
@@ -215,9 +214,8 @@ class Elsewhere:
         """Warn once if no other process evaluates, since retention keeps all that waits."""
         if not self._has_warned_of_many and len(steps := self._later_steps(run)) > _MANY:
             self._has_warned_of_many = True
-            warnings.warn(
+            warn(
                 f"{self._series.directory}: {len(steps)} steps wait for {', '.join(self._names)} "
                 f"since step {steps[0]}, and are kept until then; start sf.evaluate_run",
                 RuntimeWarning,
-                stacklevel=11,
             )

@@ -3,7 +3,6 @@
 import os
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +26,7 @@ from stepfold.core.optimizer import find_nodes
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.state import TrainState
 from stepfold.core.validation import absolute_path, check_flags, is_url, read_positive
-from stepfold.errors import CheckpointError, TreeMismatchError, refuse
+from stepfold.errors import CheckpointError, TreeMismatchError, refuse, warn
 from stepfold.loop.arguments import check_evaluations
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.run_info import read_run_info
@@ -229,7 +228,7 @@ class _Follower:
                 f"evaluations: expected names that the run awaits, {', '.join(awaited)}, got "
                 f"{', '.join(unknown)}; such numbers rank checkpoints, but are not in its history"
             )
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
+            warn(text, RuntimeWarning)
 
     def _hold(self, steps: list[int]) -> None:
         """Keep the run from deleting steps; it also waits at its end for a process that does."""
@@ -286,7 +285,7 @@ class _Follower:
             if self._is_saved(due):
                 self._done |= {(due.step, due.identity, name) for name in due.names}
                 text = f"step {due.step} is not evaluated, since it cannot be restored: {error}"
-                warnings.warn(text, RuntimeWarning, stacklevel=4)
+                warn(text, RuntimeWarning)
             return
         if not self._is_saved(due):
             return  # it was saved again with other values

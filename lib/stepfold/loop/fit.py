@@ -1,7 +1,6 @@
 """`fit`: the default training loop, built from the parts that custom loops use too."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,7 +14,7 @@ from stepfold.checkpoint.series import Series
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.state import is_available
 from stepfold.core.validation import as_integer
-from stepfold.errors import refuse
+from stepfold.errors import refuse, warn
 from stepfold.loop.arguments import (
     WatchedMetrics,
     check_batches,
@@ -328,7 +327,7 @@ def _start_or_resume(
             steps = ", ".join(map(str, others))
             text = f"{series.directory} has steps {steps} of another program"
             advice = "the run starts from the beginning; sf.restore may read these steps"
-            warnings.warn(f"checkpoints: {text}; {advice}", stacklevel=3)
+            warn(f"checkpoints: {text}; {advice}")
         session.initialize()
         directory.start(session)
         return
@@ -457,6 +456,4 @@ def _warn_if_untrained(session: Session, result: FitResult) -> None:
         advice = "give more_steps=…, a larger steps=…, more batches"
         if reason.kind not in ("completed", "already_completed", "exhausted"):
             advice = "change the arguments of the hook that stopped the run, give it another name=…"
-        warnings.warn(
-            f"nothing was trained: {reason}; {advice}, or another directory", stacklevel=3
-        )
+        warn(f"nothing was trained: {reason}; {advice}, or another directory")

@@ -9,13 +9,12 @@ user, `Save`. `stepfold.loop.plan` says when each is due, and `ending` what happ
 """
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from stepfold.core.processes import Position
-from stepfold.errors import DataError, refuse
+from stepfold.errors import DataError, refuse, warn
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.hooks.base import Stop
 from stepfold.loop.run import Kind, Request, Run
@@ -164,10 +163,9 @@ def exhaust(feed: BatchFeed, run: Run) -> Run:
     if run.is_at_start and run.resumed is None:
         refuse("batches", "at least one", "none", kind=DataError)
     if run.total is not None and not feed.is_iterator:
-        warnings.warn(
+        warn(
             f"batches: expected enough for {run.total} steps, got {run.batches_used};"
             " give epochs=… to iterate them several times, or steps=None to use them once",
-            stacklevel=6,
         )
     stop = Stop("exhausted", f"the batches ended at step {run.step}")
     return run.ask(Request(Kind.END, run.step, stop))._replace(is_complete=True)

@@ -4,7 +4,6 @@ Intervals are part of a checkpoint, so that a resume logs an interrupted one as 
 """
 
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
+from stepfold.errors import warn
 from stepfold.loop.metrics import Interval, read_interval, traits_of
 from stepfold.loop.step_runner import unpack
 
@@ -124,10 +124,9 @@ def _rebuild(leaves: dict[str, np.ndarray], like: Mapping[str, Any]) -> dict[str
             metrics[name] = jax.tree.unflatten(jax.tree.structure(metric), saved)
             used |= {path for path, _ in expected}
     if lost := sorted(leaves.keys() - used):
-        warnings.warn(
+        warn(
             f"metrics: expected those of the resumed run, got others without {lost[0]}"
             f"{', …' * (len(lost) > 1)}; their values since the last log point are dropped",
-            stacklevel=2,
         )
         for path in lost:
             del leaves[path]

@@ -5,7 +5,6 @@ other metric merges by its own method.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -15,7 +14,7 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.core.transfers import allow_transfers
-from stepfold.errors import refuse
+from stepfold.errors import refuse, warn
 
 if TYPE_CHECKING:
     from clu.metrics import Metric
@@ -259,11 +258,10 @@ def _flatten(name: str, value: Any, values: dict[str, float]) -> None:
             _flatten(f"{name}/{key}", inner, values)
     elif not is_number and np.ndim(value):
         if np.ndim(value) > 1:
-            warnings.warn(
+            warn(
                 f"{name}: expected a number or a vector, got {tree.describe_value(value)}, which "
                 f"is logged as {np.size(value)} numbers {name}/0 and so on; return a dict of "
                 "numbers by name",
-                stacklevel=2,
             )
         for index, inner in enumerate(np.ravel(value)):
             _flatten(f"{name}/{index}", inner, values)
@@ -387,10 +385,9 @@ class History(dict[str, Curve]):
             for step, value in zip(saved, np.frombuffer(values).tolist(), strict=True):
                 self.add(step, {name: value})
         if cut:
-            warnings.warn(
+            warn(
                 f"history: expected all points of {cut[0]}{', …' * (len(cut) > 1)}, got the last "
-                f"{_SAVED_POINTS} of them, which a checkpoint keeps; give run_dir=… to keep all",
-                stacklevel=7,  # at the call of `fit`
+                f"{_SAVED_POINTS} of them, which a checkpoint keeps; give run_dir=… to keep all"
             )
 
 

@@ -6,7 +6,6 @@ what they have in common.
 """
 
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from time import perf_counter
@@ -17,7 +16,7 @@ import jax
 from stepfold.checkpoint.series import Series
 from stepfold.core.processes import KeyValues, agreement
 from stepfold.data.epochs import size_at
-from stepfold.errors import refuse
+from stepfold.errors import refuse, warn
 from stepfold.loop.data import BatchFeed, batch_sizes
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.fold import NO_VALUE, Alone
@@ -165,10 +164,9 @@ class Log:
         """
         if self._series is not None and run.step == self._series.saved:
             if run.end is None:
-                warnings.warn(
+                warn(
                     f"step {run.step}: expected to replace the state before it is saved, got a "
                     f"request after that, which has no effect: {request.why}",
-                    stacklevel=10,
                 )
             return run
         if isinstance(request, Reweight):

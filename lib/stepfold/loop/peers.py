@@ -11,7 +11,6 @@ only SIGTERM, replaces its handler, and needs a setting before jax starts.
 import math
 import signal
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import jax
 import numpy as np
 
 from stepfold.core.processes import KeyValues, Position, spell_error, spell_processes
-from stepfold.errors import DataError, StepfoldError, refuse
+from stepfold.errors import DataError, StepfoldError, refuse, warn
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Gather
 from stepfold.loop.fold import NO_VALUE, Alone, Part
@@ -122,11 +121,10 @@ class Several(Alone):
         run, counts = self._settle(run, len(batches))
         if min(counts) == 0 < max(counts) and not run.requests.has(Kind.ERROR):
             ended = [process for process, count in enumerate(counts) if not count]
-            warnings.warn(
+            warn(
                 f"batches: expected the same number in every process, got {run.step} in "
                 f"{spell_processes(ended)}, and more in the others, which stop there too; give "
                 "steps=…, or every process the same number",
-                stacklevel=7,
             )
         return run, batches[: min(counts)]
 

@@ -4,7 +4,6 @@ import hashlib
 import os
 import threading
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ import jax
 
 from stepfold import tree
 from stepfold.core.validation import check_flags
+from stepfold.errors import warn
 from stepfold.inspect.compiled import CompiledStep
 from stepfold.internals.jax import compilation_cache, watch_compilations
 from stepfold.loop.run_info import versions
@@ -121,10 +121,9 @@ class ProgramFiles:
         checksum, program = content[:4], content[4:]
         if checksum == _checksum(key, program):
             return program
-        warnings.warn(
+        warn(
             f"{path}: expected a program as it was written, but the file is damaged; it is deleted "
             "and the program compiled again",
-            stacklevel=2,
         )
         with suppress(OSError):
             path.unlink()

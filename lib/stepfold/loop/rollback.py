@@ -7,7 +7,6 @@ they were saved before the note.
 """
 
 import json
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import jax
 from stepfold.checkpoint.manifest import DamageError
 from stepfold.checkpoint.series import Series
 from stepfold.core.processes import agreement, broadcast_from_first
-from stepfold.errors import refuse
+from stepfold.errors import refuse, warn
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.hooks.base import GoBack, Stop
 from stepfold.loop.json_files import check_plain, has_form, is_count, is_range, parse_json
@@ -78,7 +77,7 @@ class Rollbacks:
                     has_note = bool(self._read_note())
                 except DamageError as error:
                     has_note = True
-                    warnings.warn(f"{error}; it is replaced", RuntimeWarning, stacklevel=3)
+                    warn(f"{error}; it is replaced", RuntimeWarning)
         if broadcast_from_first([has_note])[0]:
             self._write()
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,7 @@ from stepfold.checkpoint.claims import Claim, ClaimedError
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import check_shared, read_directory
 from stepfold.core.processes import agreement
-from stepfold.errors import StepfoldError, refuse
+from stepfold.errors import StepfoldError, refuse, warn
 from stepfold.loop.hooks.base import Hook, Stop, Stopwatch
 from stepfold.loop.json_files import open_regular
 from stepfold.loop.programs import Programs
@@ -143,7 +142,7 @@ class RunDirectory:
         files = [file for hook in hooks for file in getattr(hook, "written_files", ())]
         path = self.path if jax.process_index() == 0 else None
         with agreement(f"run_dir: {self.path}: not opened"):
-            move_previous_run(path, session.run.step, files, stacklevel=5)  # at the call of fit
+            move_previous_run(path, session.run.step, files)
 
     def continue_from(self, session: Session) -> None:
         """Continue from the run of a session, which was restored from a checkpoint.
@@ -184,7 +183,7 @@ class RunDirectory:
                 text = f"expected that of the checkpoint, got none; give it again: {text}"
             else:
                 text = f"changed since the checkpoint: {text}"
-            warnings.warn(f"config: {text}", stacklevel=5)
+            warn(f"config: {text}")
 
     def fetch(self, session: Session) -> None:
         """Fetch what another host has uploaded, before a run resumes."""
@@ -231,11 +230,10 @@ class _EarlierRows:
             file.seek(0)
             curves, damaged_lines = read_curves(file, self._until, name)
         if damaged_lines:
-            warnings.warn(
+            warn(
                 f"{self._path}: expected lines of metrics, got {damaged_lines} that are damaged; "
                 "they are left out of the history",
                 RuntimeWarning,
-                stacklevel=5,
             )
         return curves
 

@@ -5,7 +5,6 @@ import math
 import os
 import platform
 import sys
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import datetime
@@ -22,7 +21,7 @@ from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.state import params_of
 from stepfold.data.prefetch import ReadAhead
 from stepfold.data.stream import BatchIterator
-from stepfold.errors import DataError, refuse
+from stepfold.errors import DataError, refuse, warn
 from stepfold.loop.evaluate import Evaluation, mesh_of
 from stepfold.loop.hooks.base import Hook, hook_name
 from stepfold.loop.json_files import has_form, is_count, read_json
@@ -278,13 +277,11 @@ def write_run_info(run_dir: Path, info: Mapping[str, Any]) -> None:
     replace_file(run_dir / NAME, ("{\n " + ",\n ".join(lines) + "\n}\n").encode())
 
 
-def move_previous_run(
-    directory: Path | None, step: int, files: Iterable[Path] = (), *, stacklevel: int = 3
-) -> None:
+def move_previous_run(directory: Path | None, step: int, files: Iterable[Path] = ()) -> None:
     """Move the files of an earlier run aside if they have metrics of steps after `step`.
 
     Call it before a run that is not resumed writes to them: those of its directory, and `files` of
-    writers. `stacklevel` is that of the warning.
+    writers.
     """
     by_folder = {} if directory is None else {directory: dict.fromkeys(_FILES)}
     for file in files:
@@ -302,8 +299,7 @@ def move_previous_run(
             if (folder / name).exists():
                 os.rename(folder / name, aside / name)
         argument = "run_dir" if folder == directory else "log_to"
-        warnings.warn(
+        warn(
             f"{argument}: expected no metrics after step {step}, got those of an earlier run, up "
             f"to step {last}; its files are now in {aside}. To resume a run, keep its checkpoints",
-            stacklevel=stacklevel,
         )

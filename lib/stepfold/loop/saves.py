@@ -1,7 +1,6 @@
 """The part of a run that saves its state, and a NaN of which ends the run instead."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
@@ -10,6 +9,7 @@ from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import order_by
 from stepfold.core.processes import broadcast_from_first
 from stepfold.core.state import has_nan
+from stepfold.errors import warn
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.fold import Alone
 from stepfold.loop.hooks.base import HookDispatcher, Stop, find_save_interval
@@ -213,16 +213,13 @@ class Save:
         if is_slow and not self._has_warned_of_time:
             self._has_warned_of_time = True
             every = find_save_interval(saving, round(saves), elapsed - saving, round(steps))
-            warnings.warn(
+            warn(
                 f"checkpoints: {saves} saves took {saving:.0f} of the last {elapsed:.0f} s; every "
                 f"{every} steps, they would take 5 % of the time",
-                stacklevel=9,
             )
 
     def _warn(self, run: Run) -> Run:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                "SIGUSR1: expected checkpoints to save, got none; give checkpoints=…", stacklevel=9
-            )
+            warn("SIGUSR1: expected checkpoints to save, got none; give checkpoints=…")
         return run.without(Kind.SAVE)

@@ -3,7 +3,6 @@
 To start, to resume and to go back are one thing: to fold on from another run.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,7 +15,7 @@ from stepfold.checkpoint.results import find_results
 from stepfold.checkpoint.series import Series
 from stepfold.core.optimizer import hyperparams_of
 from stepfold.core.processes import Position, agreement, broadcast_from_first
-from stepfold.errors import CheckpointError, StepfoldError, TreeMismatchError, refuse
+from stepfold.errors import CheckpointError, StepfoldError, TreeMismatchError, refuse, warn
 from stepfold.loop.data import BatchFeed, batch_sizes
 from stepfold.loop.elsewhere import Elsewhere
 from stepfold.loop.ending import Ending, rescue
@@ -215,10 +214,9 @@ class Session:
         extra = restored.extra if isinstance(restored.extra, dict) else {}
         saved: Any = extra.get("fit") or {}
         if saved and (not isinstance(saved, dict) or saved.get("format") != FORMAT):
-            warnings.warn(
+            warn(
                 f"{where}: step {restored.step} was saved by another version of "
                 "stepfold: its state and data position are restored, but not its metrics and hooks",
-                stacklevel=5,
             )
             saved = {}
         before = self.run
@@ -287,10 +285,9 @@ def _compare_hyperparams(
         if value != current[name]
     ]
     if changes:
-        warnings.warn(
+        warn(
             f"{'; '.join(changes)}; the run continues with the value of the checkpoint; to use "
             "that of the script, give resume=('(?!.*/hyperparams/).*',)",
-            stacklevel=6,
         )
     return {**current, **known}
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ from stepfold import tree
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import sync
 from stepfold.core.validation import is_url
-from stepfold.errors import CheckpointError, StepfoldError, refuse
+from stepfold.errors import CheckpointError, StepfoldError, refuse, warn
 from stepfold.loop.hooks.base import BaseHook, Event
 from stepfold.loop.run_info import NAME, read_run_info
 from stepfold.loop.writers.jsonl import read_rows
@@ -75,10 +74,9 @@ class Upload(BaseHook):
                 fetched = extent(copy)
             except StepfoldError as error:
                 reason = str(error).replace(str(copy), f"{self._bucket.location}: {name}")
-                warnings.warn(
+                warn(
                     f"upload: {reason}; the run continues with the local file, and replaces it",
                     RuntimeWarning,
-                    stacklevel=5,
                 )
                 return
             with suppress(StepfoldError):  # a damaged local file raises where it is used
@@ -109,11 +107,10 @@ class Upload(BaseHook):
     def _warn(self) -> None:
         problem, self._problem = self._problem, None
         if problem is not None:
-            warnings.warn(
+            warn(
                 f"upload: the files of the run are not up to date: {problem}; they are copied "
                 f"again at the next checkpoint and at the end, from {self._run_dir}",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
 

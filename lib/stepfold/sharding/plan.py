@@ -5,7 +5,6 @@ A rule maps the path of a leaf to the mesh axes that shard its dimensions.
 
 import math
 import re
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold.core.axes import ACTIVATION_AXIS, DATA_AXES, default_data_axes
 from stepfold.core.state import TrainState
-from stepfold.errors import ShardingError, TreeMismatchError, refuse
+from stepfold.errors import ShardingError, TreeMismatchError, refuse, warn
 from stepfold.sharding.mesh import axes_of, check_mesh, common_mesh
 from stepfold.table import size, table
 from stepfold.tree import describe_value, is_array, named_leaves, path_name
@@ -171,25 +170,24 @@ def make_sharding(
         raise ShardingError("\n  ".join([title, *problems]))
     if uneven:
         title = "misfit='replicate' left these dimensions unsharded:"
-        warnings.warn("\n  ".join([title, *uneven]), stacklevel=2)
+        warn("\n  ".join([title, *uneven]))
     batch_axes = default_data_axes(mesh.axis_names)
     if isinstance(tree, TrainState) and batch_axes:  # without these, batches have axes of their own
-        warn_of_unused_axes(mesh, {*used, *batch_axes, ACTIVATION_AXIS}, stacklevel=3)
+        warn_of_unused_axes(mesh, {*used, *batch_axes, ACTIVATION_AXIS})
     return jax.tree.unflatten(jax.tree.structure(tree), [NamedSharding(mesh, s) for s in specs])
 
 
-def warn_of_unused_axes(mesh: Mesh, used: Collection[str], stacklevel: int) -> None:
+def warn_of_unused_axes(mesh: Mesh, used: Collection[str]) -> None:
     """Warn of axes over which nothing is sharded, so that their devices repeat the same work."""
     unused = {name: size for name, size in mesh.shape.items() if size > 1 and name not in used}
     if unused:
         names = ", ".join(map(repr, unused))
-        warnings.warn(
+        warn(
             f"mesh: expected every axis to shard parameters or batches, got {unused}, which no "
             f"rule and no batch uses, so that their devices compute the same; add a rule such as "
             f"(regex, PartitionSpec({next(iter(unused))!r})), shard batches with "
             f"sf.shard_batch(…, axes=…), or rename {names}: by default, batches use 'dp' (or "
             "'data') and 'fsdp', and parameters 'fsdp'",
-            stacklevel=stacklevel,
         )
 
 

@@ -2,7 +2,6 @@
 
 import math
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import numpy as np
 from stepfold import tree
 from stepfold.core.state import step_of
 from stepfold.core.validation import as_integer, read_integer
-from stepfold.errors import TreeMismatchError, refuse
+from stepfold.errors import TreeMismatchError, refuse, warn
 from stepfold.loop.metrics import metric_values
 
 
@@ -335,10 +334,9 @@ def has_state_of(hook: Hook, state: Any, *names: str) -> bool:
     """Whether a saved state has these names; if not, warn that it is of another hook."""
     if isinstance(state, Mapping) and state.keys() >= {*names}:
         return True
-    warnings.warn(
+    warn(
         f"hooks: expected the state of {hook_name(hook)} {hook_key(hook)}, got that of another "
-        "hook of this name in the checkpoint; it starts afresh: give it another name",
-        stacklevel=9,  # at the call of `fit`
+        "hook of this name in the checkpoint; it starts afresh: give it another name"
     )
     return False
 
@@ -524,21 +522,19 @@ class HookDispatcher:
         known = {*self._keys, "progress"}
         missing = dict.fromkeys(key for key, _ in state if key not in known)
         if missing:
-            warnings.warn(
+            warn(
                 f"hooks: expected {', '.join(missing)}, whose state is in the checkpoint, got no "
                 "such hook, and the state is dropped; a hook with another name or metric, or in a "
-                "wrapper, starts afresh",
-                stacklevel=7,  # at the call of `fit`
+                "wrapper, starts afresh"
             )
         for key in dict.fromkeys(key for key, _ in state):
             saved = [state for other, state in state if other == key]
             pairs = zip(self._keys, self.hooks, strict=True)
             hooks = [hook for own, hook in pairs if own == key]
             if hooks and len(hooks) != len(saved):
-                warnings.warn(
+                warn(
                     f"hooks: expected {len(saved)} {key}, as in the checkpoint, got {len(hooks)}; "
                     "they start afresh: give each a name=…",
-                    stacklevel=2,
                 )
                 continue
             for hook, each in zip(hooks, saved, strict=bool(hooks)):

@@ -4,7 +4,6 @@ import os
 import socket
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 
 from stepfold.core.processes import KeyValues
 from stepfold.core.validation import is_url, read_function, read_integer, read_positive
+from stepfold.errors import warn
 from stepfold.inspect.peaks import mfu, peak_flops
 from stepfold.loop.hooks.base import BaseHook, Event
 from stepfold.loop.writers.base import check_path
@@ -188,12 +188,11 @@ class stragglers(BaseHook):  # noqa: N801
             self._warned_of = None
         elif slowest != self._warned_of:
             self._warned_of = slowest
-            warnings.warn(
+            warn(
                 f"step {step}: process {slowest} on {host} takes {ratio:.3g} times as long as the "
                 f"median process: in a step of {total:.2g} s, it waits {data:.2g} s for batches "
                 f"and spends {hooks:.2g} s in hooks",
                 RuntimeWarning,
-                stacklevel=2,
             )
         return {"throughput/slowest_process": float(slowest), "throughput/slowest_ratio": ratio}
 

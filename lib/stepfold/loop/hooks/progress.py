@@ -4,7 +4,6 @@ import json
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple, TextIO
 import jax
 
 from stepfold.core.validation import read_choice, read_integer
-from stepfold.errors import refuse
+from stepfold.errors import refuse, warn
 from stepfold.loop.hooks.base import BaseHook, Event
 from stepfold.loop.hooks.performance import Pace
 from stepfold.loop.writers.base import require
@@ -130,11 +129,10 @@ class progress(BaseHook):  # noqa: N801
         self._bar, self._stream = _HIDDEN, None
         # If stderr is what failed, a warning would fail as well.
         if _is_open(sys.stderr) and (self._file is not None or self._kind == "json"):
-            warnings.warn(
+            warn(
                 f"progress: expected a stream to write to, got one that fails: {error}; the run "
                 "continues, and the rest of it is not shown",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
     def _is_shown(self, name: str) -> bool:

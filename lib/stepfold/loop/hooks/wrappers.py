@@ -2,14 +2,13 @@
 
 import math
 import operator
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from stepfold.core.validation import read_function, read_instance, read_integer
-from stepfold.errors import refuse
+from stepfold.errors import refuse, warn
 from stepfold.loop.hooks.base import (
     BaseHook,
     Event,
@@ -61,10 +60,9 @@ class HookWrapper:
         if kind == hook_name(self._hook):
             call_optional(self._hook, "set_state", inner)
         else:
-            warnings.warn(
+            warn(
                 f"hooks: expected {kind} in {hook_name(self)}, as in the checkpoint, got "
-                f"{hook_name(self._hook)}, which starts afresh",
-                stacklevel=9,  # at the call of `fit`
+                f"{hook_name(self._hook)}, which starts afresh"
             )
 
 
@@ -148,7 +146,7 @@ class only_warn(HookWrapper):  # noqa: N801
             return returned
         reason = str(returned) if isinstance(returned, str | Stop) else returned.why
         if reason:
-            warnings.warn(f"step {event.step}: {reason}", stacklevel=2)
+            warn(f"step {event.step}: {reason}")
         return None
 
     def still_stops(self) -> None:

@@ -7,7 +7,6 @@ recomputes the state, which was donated to the step, from a checkpoint.
 import itertools
 import os
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from stepfold.checkpoint.steps import sync
 from stepfold.checkpoint.store import complete_steps, open_store
 from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import absolute_path, is_url, read_instance
-from stepfold.errors import CheckpointError, ConfigError, refuse
+from stepfold.errors import CheckpointError, ConfigError, refuse, warn
 from stepfold.loop.data import BatchFeed, DataPosition, reread
 from stepfold.loop.hooks.stop import Nonfinite
 from stepfold.loop.json_files import check_plain, has_form, is_count, is_range
@@ -227,11 +226,10 @@ def save_capsule(capsule: Capsule, run_dir: str | os.PathLike[str]) -> Capsule:
         return replace(capsule, path=_write(capsule, absolute_path("run_dir", run_dir)))
     except (OSError, ConfigError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
-        warnings.warn(
+        warn(
             f"{run_dir}: the capsule of step {capsule.step} cannot be written, and is only in the "
             f"result: {reason}; free disk space, or change the permission",
             RuntimeWarning,
-            stacklevel=4,
         )
         return capsule
 

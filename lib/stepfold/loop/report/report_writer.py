@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from itertools import count
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 
 from stepfold.core.validation import is_url
-from stepfold.errors import StepfoldError
+from stepfold.errors import StepfoldError, warn
 from stepfold.loop.hooks.base import BaseHook, Event, Stop, Stopwatch
 from stepfold.loop.programs import Programs
 from stepfold.loop.report.read import read_run
@@ -88,7 +87,7 @@ class ReportWriter(BaseHook):
             path = self._run_dir / NAME
             names = (path.with_name(f"{NAME}.aside{number or ''}") for number in count())
             aside = next(name for name in names if not name.exists())
-            warnings.warn(f"{error}; it is now {aside}", stacklevel=2)
+            warn(f"{error}; it is now {aside}")
             self._try(lambda: os.replace(path, aside))
         if self._programs is not None and not self._attempt:
             compiled = [attempt.get("compiled") or {} for attempt in self._attempts]
@@ -200,11 +199,10 @@ class ReportWriter(BaseHook):
     def _warn(self) -> None:
         if self._failure is not None and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"{self._run_dir}: run.json and report.html are not up to date: "
                 f"{type(self._failure).__name__}: {self._failure}; the run continues; write the "
                 "page later with python -m stepfold.loop report",
-                stacklevel=2,
             )
 
 

@@ -4,7 +4,6 @@ import json
 import math
 import mmap
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from stepfold.core.validation import read_integer
-from stepfold.errors import ConfigError, refuse
+from stepfold.errors import ConfigError, refuse, warn
 from stepfold.loop.json_files import is_count, open_regular, parse_json
 from stepfold.loop.writers import base
 
@@ -116,11 +115,10 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
 
     def _open(self) -> int:
         if self._file is not None and os.fstat(self._file).st_nlink == 0:
-            warnings.warn(
+            warn(
                 f"{self._path}: the file was deleted during the run, with the rows up to step "
                 f"{self._last_step}; later rows are in a new file",
                 RuntimeWarning,
-                stacklevel=4,
             )
             self._close_file()
         if self._file is None:
@@ -147,11 +145,10 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
             os.ftruncate(file, end)
         if _is_lost(removed):
             left = f"the last row is of step {self._last_step}" if end else "no row is left"
-            warnings.warn(
+            warn(
                 f"{self._path}: expected lines of metrics, got NUL bytes, as a power loss leaves "
                 f"them; they are removed, and {left}",
                 RuntimeWarning,
-                stacklevel=5,
             )
 
 
