@@ -206,11 +206,10 @@ def restart_by_fit(clock, way, folder, layers, is_warm):
         state,
         sf.batches(np.repeat(tokens, 50, 0), len(tokens), seed=0),
         more_steps=1,
-        run_dir=run_dir,
+        run_dir=sf.RunDirectory(run_dir, compilation_cache=has_cache),
         checkpoints=sf.Checkpoints(every=1000),
         hooks=[stop, sf.progress("none")],
         log_every=1,
-        compilation_cache=has_cache,
     )
 
 

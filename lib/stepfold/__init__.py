@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # for type checkers and editors
     from stepfold.loop.predict import predict
     from stepfold.loop.replay.capsule import Capsule, read_capsule
     from stepfold.loop.replay.rerun import Replay, replay
+    from stepfold.loop.run_directory import RunDirectory
     from stepfold.loop.writers.base import Writer, console_writer
     from stepfold.loop.writers.combinators import async_writer, log_to, multi_writer
     from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer
@@ -113,6 +114,7 @@ __all__ = [
     "Restored",
     "RetraceError",
     "Reweight",
+    "RunDirectory",
     "RunEvaluation",
     "Series",
     "ShardingError",
@@ -257,6 +259,7 @@ _NAMES = {
     "loop.predict": "predict",
     "loop.replay.capsule": "Capsule read_capsule",
     "loop.replay.rerun": "Replay replay",
+    "loop.run_directory": "RunDirectory",
     "loop.writers.base": "Writer console_writer",
     "loop.writers.combinators": "async_writer log_to multi_writer",
     "loop.writers.jsonl": "csv_writer jsonl_writer",

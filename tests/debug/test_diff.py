@@ -69,12 +69,14 @@ def train(folder: Path, steps: int = 60, *, every: int = 20, **changes: Any) -> 
         make,
         sf.batches(change.data, change.batch_size, seed=change.seed),
         steps=steps,
-        run_dir=folder,
-        config=change.config or {"adam": {"rate": change.rate}},
+        run_dir=sf.RunDirectory(
+            folder,
+            config=change.config or {"adam": {"rate": change.rate}},
+            compilation_cache=False,
+        ),
         checkpoints=sf.Checkpoints(every=every, keep=None),
         hooks=[sf.progress("none"), *change.hooks],
         log_every=change.log_every,
-        compilation_cache=False,
     )
     return folder
 

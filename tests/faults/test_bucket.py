@@ -268,9 +268,9 @@ def test_a_run_waits_once_for_a_server_that_fails(
 
     with s3.Proxy(server, fail) as proxy:
         checkpoints = sf.Checkpoints(proxy.url(f"{tmp_path.name}/run"), every=7)
-        upload = proxy.url(f"{tmp_path.name}/files")
+        run_dir = sf.RunDirectory(tmp_path, upload=proxy.url(f"{tmp_path.name}/files"))
         with pytest.raises(sf.CheckpointError, match="cannot be"):
-            course.run(tmp_path, checkpoints=checkpoints, upload=upload, hooks=hook)
+            course.run(run_dir=run_dir, checkpoints=checkpoints, hooks=hook)
         seconds = time.monotonic() - failed_at[0]
         is_over.set()
     assert seconds < 2 * LIMIT, seconds

@@ -311,7 +311,8 @@ def test_parameters_are_exported_and_loaded(top, name):
 def test_a_run_resumes_from_a_url(top, url, real):
     url = url.format(top=top)
     for steps, resumed in ((2, None), (4, 2), (6, 4)):
-        found = fit(steps, run_dir="x", checkpoints=sf.Checkpoints(url, every=2), upload=url)
+        run_dir = sf.RunDirectory("x", upload=url)
+        found = fit(steps, run_dir=run_dir, checkpoints=sf.Checkpoints(url, every=2))
         assert found.resumed == resumed
     assert {"2.commit", "4.commit", "6.commit", "metrics.jsonl"} <= {*names(top / real)}
     assert sf.verify(url) == {2: [], 4: [], 6: []}
@@ -329,7 +330,7 @@ def test_a_url_that_is_relative_is_refused(top, url):
         with pytest.raises(sf.ConfigError, match=r"^directory: expected a URL such .* \(file:///"):
             use()
     with pytest.raises(sf.ConfigError, match=r"file:///a/folder"):
-        fit(2, run_dir="x", upload=url)
+        fit(2, run_dir=sf.RunDirectory("x", upload=url))
     assert names(top / "work") in ([], ["x"])
     assert not Path("/~").exists()
 
@@ -386,7 +387,8 @@ def test_a_path_that_is_too_long_is_refused(top, use, path):
 @pytest.mark.parametrize("name", ["a\\b", "a.__lock", "a.__lock/b", os.fsdecode(b"a\xff")])
 @pytest.mark.parametrize("use", ["fit", "Checkpoints", "Temporary", "save", "restore", "verify"])
 def test_a_name_that_tensorstore_refuses_is_refused(top, use, name):
-    words = "directory: expected a path without a backslash, .* got .*; rename it"
+    argument = "run_dir" if use == "fit" else "directory"
+    words = f"{argument}: expected a path without a backslash, .* got .*; rename it"
     with pytest.raises(sf.ConfigError, match=words):
         USES[use](name)
     assert names(top / "work") == []

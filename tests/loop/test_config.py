@@ -30,7 +30,7 @@ class Config:
 
 def run(folder, config, steps=4, **options):
     batches, plan = sf.batches({"x": np.ones(8, np.float32)}, 4), sf.Checkpoints(every=2)
-    options |= {"run_dir": folder, "config": config, "checkpoints": plan}
+    options |= {"run_dir": sf.RunDirectory(folder, config=config), "checkpoints": plan}
     return sf.fit(STEP, start(), batches, steps=steps, **options)
 
 
@@ -96,7 +96,7 @@ def test_writers_get_the_config_by_path():
 
     written = []
     hooks = [sf.log_to(Settings()), sf.every(2, sf.log_to(Settings()))]
-    sf.fit(STEP, start(), BATCHES, config=Config(), hooks=hooks)
+    sf.fit(STEP, start(), BATCHES, run_dir=sf.RunDirectory(config=Config()), hooks=hooks)
     flat = {"optimizer/rate": 0.001, "optimizer/betas": [0.9, 0.999], "name": "small", "seed": None}
     assert written == [flat, flat]
 
@@ -114,7 +114,7 @@ def test_writers_get_the_config_by_path():
 )
 def test_what_json_cannot_hold_is_refused_by_its_path(config, message):
     with pytest.raises(sf.ConfigError, match=message):
-        sf.fit(STEP, start(), BATCHES, config=config)
+        sf.RunDirectory(config=config)
 
 
 def test_a_config_is_flattened_and_its_changes_name_new_and_missing_values():

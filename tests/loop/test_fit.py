@@ -402,8 +402,9 @@ def test_a_writer_to_a_file_that_fit_writes_is_refused(make, tmp_path):
 
 def test_a_refused_argument_leaves_no_series_open(tmp_path):
     plan = sf.Checkpoints(tmp_path, every=7)
-    with pytest.raises(sf.ConfigError, match="upload: expected"):
-        fit(run_dir=tmp_path / "run", checkpoints=plan, upload=str(tmp_path))
+    own = sf.log_to(sf.jsonl_writer(tmp_path / "run" / "metrics.jsonl"))
+    with pytest.raises(sf.ConfigError, match="hooks: expected writers to other files"):
+        fit(run_dir=tmp_path / "run", checkpoints=plan, hooks=own)
     with pytest.raises(sf.CheckpointError, match="expected an open series"):
         plan.request()
 

@@ -26,13 +26,13 @@ def no_cache(monkeypatch):
     reset_cache()
 
 
-def train(run_dir, steps, step=None, data=None, **options):
+def train(folder, steps, step=None, data=None, **options):
     """Train by a step that no earlier call has compiled; return the last attempt of `run.json`."""
     step = step or sf.make_train_step(loss_fn, TX)
     checkpoints = sf.Checkpoints(every=2)
-    options = {"steps": steps, "run_dir": run_dir, "checkpoints": checkpoints, **options}
+    options = {"steps": steps, "run_dir": folder, "checkpoints": checkpoints, **options}
     sf.fit(step, start(), data or batches(), **options)
-    return json.loads((run_dir / "run.json").read_text())["attempts"][-1]
+    return json.loads((folder / "run.json").read_text())["attempts"][-1]
 
 
 def entries(run_dir):
@@ -85,7 +85,8 @@ def test_programs_that_compile_fast_are_kept_unless_jax_is_told_otherwise(
 
 
 def test_a_cache_that_the_user_configured_is_used_and_it_can_be_off(tmp_path):
-    train(tmp_path / "off", 2, compilation_cache=False)
+    off = sf.RunDirectory(tmp_path / "off", compilation_cache=False)
+    train(tmp_path / "off", 2, run_dir=off)
     own = str(tmp_path / "own")
     jax.config.update("jax_compilation_cache_dir", own)
     train(tmp_path / "configured", 2)
@@ -103,7 +104,7 @@ def test_a_cache_that_the_user_configured_is_used_and_it_can_be_off(tmp_path):
 
 def test_the_cache_is_on_or_off(tmp_path):
     with pytest.raises(sf.ConfigError, match="compilation_cache: expected True or False"):
-        train(tmp_path, 2, compilation_cache="a/directory")
+        sf.RunDirectory(tmp_path, compilation_cache="a/directory")
 
 
 @pytest.fixture

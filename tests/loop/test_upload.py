@@ -1,4 +1,4 @@
-"""`fit(upload=URL)` copies the files of a run to object storage."""
+"""`RunDirectory(upload=URL)` copies the files of a run to object storage."""
 
 import json
 import shutil
@@ -24,8 +24,8 @@ def run(tmp_path, bucket, steps, **options):
     batches = sf.batches({"x": np.arange(8, dtype=np.float32)}, 4, seed=0)
     options.setdefault("checkpoints", sf.Checkpoints(f"file://{bucket}", every=4))
     return sf.fit(
-        STEP, start(), batches, steps=steps, log_every=2, run_dir=tmp_path / "run",
-        upload=f"file://{bucket}", **options,
+        STEP, start(), batches, steps=steps, log_every=2,
+        run_dir=sf.RunDirectory(tmp_path / "run", upload=f"file://{bucket}"), **options,
     )  # fmt: skip
 
 
@@ -51,11 +51,9 @@ def test_at_a_checkpoint_the_copy_has_the_rows_up_to_it(tmp_path, bucket):
 
 def test_a_bucket_that_is_not_writable_is_found_out_before_the_first_step(tmp_path):
     (tmp_path / "file").write_text("")
+    run_dir = sf.RunDirectory(tmp_path / "run", upload=f"file://{tmp_path}/file")
     with pytest.raises(sf.CheckpointError, match="cannot be written"):
-        sf.fit(
-            STEP, start(), [{"x": np.ones(4)}],
-            run_dir=tmp_path / "run", upload=f"file://{tmp_path}/file",
-        )  # fmt: skip
+        sf.fit(STEP, start(), [{"x": np.ones(4)}], run_dir=run_dir)
 
 
 def test_a_copy_that_fails_later_causes_a_warning(tmp_path, bucket):
@@ -77,12 +75,12 @@ URL = "upload: expected a URL such as 's3://bucket/run', g"
     ("upload", "has_directory", "message"),
     [
         *((value, True, URL) for value in ("runs/a", 3, b"s3://a", "")),
-        ("s3://bucket/run", False, "upload: expected run_dir=… to go with it"),
+        ("s3://bucket/run", False, "upload: expected the path of a directory to copy"),
     ],
 )
 def test_it_needs_a_url_and_a_directory(tmp_path, upload, has_directory, message):
     with pytest.raises(sf.ConfigError, match=message):
-        sf.fit(STEP, None, [], steps=1, run_dir=tmp_path if has_directory else None, upload=upload)
+        sf.RunDirectory(tmp_path if has_directory else None, upload=upload)
 
 
 def test_a_run_that_returns_to_an_earlier_host_continues_the_copy_of_the_later_one(

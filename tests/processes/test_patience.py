@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import stepfold as sf
+from stepfold.core.processes import DEFAULT_PATIENCE, KeyValues
 from stepfold.loop import patience
 
 from . import launch
@@ -45,9 +46,12 @@ def train(happens, folder=None, **options):
     )  # fmt: skip
 
 
-def finds(start):
+def finds(start, options):
     """Let process 1 wait in a hook until it would be ended; print what the watch says."""
     job, lines, found = start(), [], threading.Event()
+    settings = KeyValues("start_distributed")
+    if not options:
+        settings.set(f"patience/{job.process}", 1)  # by start(patience=1) in new processes
     watch = patience._Watch
     judge, say, end = watch._judge, watch._say, watch._end
 
@@ -60,29 +64,31 @@ def finds(start):
     try:
         result = train(
             lambda moment: found.wait(60) if (moment, job.process) == ("train 20", 1) else None,
-            patience=1,
+            **options,
         )
     finally:
         watch._judge, watch._say, watch._end = judge, say, end
+        settings.set(f"patience/{job.process}", DEFAULT_PATIENCE)
         faulthandler.cancel_dump_traceback_later()  # which stays once a process is to end
     print(json.dumps([result.steps, lines]))
 
 
-def test_a_process_that_is_stuck_in_a_hook_is_named_with_its_stacks(processes):
-    (steps, lines), (_, own) = map(json.loads, processes.run(finds))
+@pytest.mark.parametrize("options", [{}, {"patience": 1}], ids=["start_distributed", "fit"])
+def test_a_process_that_is_stuck_in_a_hook_is_named_with_its_stacks(processes, options):
+    (steps, lines), (_, own) = map(json.loads, processes.run(finds, options))
     assert steps == 40  # it was not ended here
     for first in (lines[0], own[0]):
         assert first.startswith("process 1 is stuck on ")
         assert "last seen at step 20 in hooks, without progress for " in first
-        assert first.endswith("all end, as patience of fit says")
+        assert first.endswith("all end, as start_distributed(patience=…) says")
     assert lines[1].startswith("the stacks of process 1:\n")
     assert "in finds" in lines[1]
     assert len(own) == 1  # its stacks are written where it ends
 
 
-def sticks(start, moment, process, how, folder, options):
+def sticks(start, moment, process, how, folder, patience):
     """Let a process hang at a moment."""
-    start(heartbeat=4, timeout=10)
+    start(heartbeat=4, timeout=10, patience=patience)
     me = jax.process_index()
 
     def happens(now):
@@ -92,7 +98,7 @@ def sticks(start, moment, process, how, folder, options):
             ctypes.PyDLL(None).sleep(1000)
         time.sleep(1000)
 
-    print(train(happens, folder, **options).steps)
+    print(train(happens, folder).steps)
 
 
 @pytest.mark.full
@@ -107,7 +113,7 @@ def sticks(start, moment, process, how, folder, options):
     ],
 )
 def test_all_end_and_name_the_process_that_is_stuck(moment, process, doing, tmp_path):
-    args = (moment, process, "sleep", None, {"patience": PATIENCE})
+    args = (moment, process, "sleep", None, PATIENCE)
     start = time.monotonic()
     ends = launch.ends_of_processes(sticks, 2, args=args, timeout=100)
     assert time.monotonic() - start < 90
@@ -120,7 +126,7 @@ def test_all_end_and_name_the_process_that_is_stuck(moment, process, doing, tmp_
 
 @pytest.mark.full
 def test_all_end_if_all_are_stuck_alike():
-    args = ("batch 25", None, "sleep", None, {"patience": PATIENCE})
+    args = ("batch 25", None, "sleep", None, PATIENCE)
     for end in launch.ends_of_processes(sticks, 2, args=args, timeout=100):
         assert end.code == 1
         for process in range(2):
@@ -130,13 +136,13 @@ def test_all_end_if_all_are_stuck_alike():
 
 def is_slow(start):
     """Compile, and evaluate, for longer than a step may take."""
-    start(heartbeat=2)
+    start(heartbeat=2, patience=PATIENCE)
 
     def happens(moment):
         if moment in ("batch 0", "held-out 1", "held-out 9"):
             time.sleep(2 + PATIENCE + 2)
 
-    print(train(happens, patience=PATIENCE).steps)
+    print(train(happens).steps)
 
 
 @pytest.mark.full
@@ -146,7 +152,7 @@ def test_a_slow_first_step_and_a_slow_evaluation_are_not_stuck():
 
 @pytest.mark.full
 def test_a_process_that_holds_the_interpreter_ends_by_its_timer(tmp_path):
-    args = ("train 20", 1, "GIL", None, {"patience": PATIENCE})
+    args = ("train 20", 1, "GIL", None, PATIENCE)
     first, second = launch.ends_of_processes(sticks, 2, args=args, timeout=100)
     assert first.code
     assert second.code
@@ -158,7 +164,7 @@ def test_a_process_that_holds_the_interpreter_ends_by_its_timer(tmp_path):
 @pytest.mark.full
 def test_a_process_that_others_meet_in_vain_is_named_too(tmp_path):
     """The save waits for it no longer than `timeout`, which is shorter than the patience here."""
-    args = ("train 20", 1, "sleep", str(tmp_path / "saves"), {"patience": 60})
+    args = ("train 20", 1, "sleep", str(tmp_path / "saves"), 60)
     first, second = launch.ends_of_processes(sticks, 2, args=args, timeout=100)
     assert first.code
     assert second.code
@@ -170,16 +176,15 @@ def test_a_process_that_others_meet_in_vain_is_named_too(tmp_path):
 
 @pytest.mark.full
 def test_a_watchdog_keeps_its_timer(tmp_path):
-    options = {"patience": PATIENCE}
-    args = ("train 20", 1, "sleep", None, options)
+    args = ("train 20", 1, "sleep", None, PATIENCE)
     ends = launch.ends_of_processes(watched, 2, args=args, timeout=100)
     for end in ends:
         assert end.code != 0
         assert "stepfold: process 1 is stuck on " in end.errors, launch.report(ends)
 
 
-def watched(start, moment, process, how, folder, options):
-    start(heartbeat=4, timeout=10)
+def watched(start, moment, process, how, folder, patience):
+    start(heartbeat=4, timeout=10, patience=patience)
     me, tx, mesh = jax.process_index(), optax.sgd(0.1), sf.make_mesh()
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     state = sf.init_state({"w": jnp.ones(8)}, tx, jax.random.key(0), sharding=whole)
@@ -190,4 +195,4 @@ def watched(start, moment, process, how, folder, options):
             time.sleep(1000)
 
     rows = [{"x": np.ones((4, 8), np.float32)}] * 40
-    sf.fit(step, state, rows, log_every=10, hooks=[sf.watchdog(60), hook], **options)
+    sf.fit(step, state, rows, log_every=10, hooks=[sf.watchdog(60), hook])

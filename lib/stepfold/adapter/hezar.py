@@ -42,6 +42,7 @@ from stepfold.data.prefetch import prefetch
 from stepfold.errors import refuse
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.metrics import metric_values
+from stepfold.loop.run_directory import RunDirectory
 from stepfold.tree import describe_value
 
 
@@ -222,7 +223,7 @@ class Trainer(ModelTrainer):
             parts.train_step,
             self.train_dataloader,
             steps=steps,
-            config=from_arguments.config_of(parts.arguments),
+            run_dir=RunDirectory(config=from_arguments.config_of(parts.arguments)),
             evaluation=evaluations,
             checkpoints=parts.checkpoint_manager,
             hooks=[self.loss_tracker, *hooks],

@@ -46,6 +46,7 @@ from stepfold.loop.hooks.stop import stop_early
 from stepfold.loop.hooks.weights import weight_statistics
 from stepfold.loop.metrics import metric_values
 from stepfold.loop.predict import predict
+from stepfold.loop.run_directory import RunDirectory
 from stepfold.loop.run_info import move_previous_run
 
 # Arguments of other trainers, and what to write here.
@@ -418,6 +419,8 @@ class Trainer:
             saving.write_metadata(folder, parts.metadata)
         has_report = self.writer is not None and "jsonl" in arguments.report_to
         length, epochs = run.length_of(parts, more_steps)
+        logs = self.logs_path if has_report else None  # the report is drawn from the JSON lines
+        directory = RunDirectory(logs, config=from_arguments.config_of(arguments))
         return fit(  # without `**`, since a tuple of its arguments would keep the state
             step,
             self._take_state() if is_resumed else self.state,
@@ -425,8 +428,7 @@ class Trainer:
             steps=length,
             epochs=epochs,
             more_steps=more_steps,
-            run_dir=self.logs_path if has_report else None,  # drawn from the JSON lines
-            config=from_arguments.config_of(arguments),
+            run_dir=directory,
             evaluation=evaluations,
             checkpoints=self.checkpoint_manager,
             hooks=self._run_hooks,

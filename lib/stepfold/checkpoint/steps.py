@@ -32,13 +32,16 @@ from stepfold.errors import CheckpointError, refuse
 Best = tuple[str, str]  # a metric, and "min" or "max"
 
 
-def read_directory(directory: Any, *, make: bool = False) -> Path:
-    """Validate the path of a directory, and create the directory if `make` is set."""
-    path = absolute_path("directory", directory)
+def read_directory(directory: Any, *, make: bool = False, name: str = "directory") -> Path:
+    """Validate the path of a directory, and create the directory if `make` is set.
+
+    `name` is that of the argument.
+    """
+    path = absolute_path(name, directory)
     # tensorstore takes a backslash for a slash, and refuses the others.
     if re.search(r"\\|\.__lock(/|$)|[\udc80-\udcff]", path.as_posix()):
         expected = "a path without a backslash, a name that ends in .__lock, or non-UTF-8 bytes"
-        refuse("directory", expected, repr(str(path)), "rename it")
+        refuse(name, expected, repr(str(path)), "rename it")
     try:
         is_file = path.exists() and not path.is_dir()
     except OSError as error:  # such as a name that is too long

@@ -18,7 +18,7 @@ from stepfold.errors import CheckpointError, PeerTimeoutError
 from stepfold.internals.jax import coordination_service
 
 T = TypeVar("T")
-DEFAULT_TIMEOUT = 300  # seconds
+DEFAULT_TIMEOUT, DEFAULT_PATIENCE = 300, 1800.0  # seconds
 _LONGEST_TEXT = 1000  # characters of an error
 
 
@@ -120,6 +120,12 @@ class KeyValues:
         """The longest timeout that a process has given to `start_distributed`."""
         timeouts = KeyValues("start_distributed").get("timeout")
         return max(timeouts.values(), default=DEFAULT_TIMEOUT)
+
+    @property
+    def patience(self) -> float | None:
+        """The longest patience that a process has given to `start_distributed`; None has no end."""
+        given = KeyValues("start_distributed").get("patience").values()
+        return None if None in given else max(given, default=DEFAULT_PATIENCE)
 
     def wait(self, is_over: Callable[[], bool]) -> bool:
         """Poll until a condition holds; return False if it does not in time."""

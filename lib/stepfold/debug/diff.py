@@ -148,8 +148,9 @@ def diff(
     ...     step = sf.make_train_step(lambda p, x, key: sf.mean((p - x) ** 2), tx)
     ...     state = sf.init_state(jnp.array(1.0), tx, jax.random.key(0))
     ...     batches = sf.batches(np.arange(8, dtype=np.float32), 2, seed=0)
-    ...     options = dict(config={"rate": rate}, checkpoints=sf.Checkpoints(every=20, keep=None))
-    ...     _ = sf.fit(step, state, batches, steps=40, run_dir=folder, **options)
+    ...     run_dir = sf.RunDirectory(folder, config={"rate": rate})
+    ...     checkpoints = sf.Checkpoints(every=20, keep=None)
+    ...     _ = sf.fit(step, state, batches, steps=40, run_dir=run_dir, checkpoints=checkpoints)
     ...     return folder
     >>> folder = Path(tempfile.mkdtemp())
     >>> found = diff(train(folder / "a", 0.1), train(folder / "b", 0.2))

@@ -10,7 +10,6 @@ from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.validation import (
     read_instance,
     read_integer,
-    read_positive,
     spell_call,
     suggest,
     takes,
@@ -35,7 +34,7 @@ from stepfold.tree import describe_value
 
 
 def check_numbers(
-    step: Any, lengths: Mapping[str, Any], log_every: Any, steps_per_call: Any, patience: Any
+    step: Any, lengths: Mapping[str, Any], log_every: Any, steps_per_call: Any
 ) -> StepRunner:
     """Check the numbers among the arguments, and the step that has to fit them."""
     set_lengths = {name: read_integer(name, n) for name, n in lengths.items() if n is not None}
@@ -43,8 +42,6 @@ def check_numbers(
         values = " and ".join(map(str, set_lengths.values()))
         refuse(", ".join(set_lengths), "one of them", f"{values}")
     read_integer("log_every", log_every)
-    if patience is not None:
-        read_positive("patience", patience, unit="seconds")
     runner = StepRunner(step)
     if read_integer("steps_per_call", steps_per_call) > 1 and runner.is_compiled:
         expected = "a step that is neither jitted nor compiled, to compile several of them as one"

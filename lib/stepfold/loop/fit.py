@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 
@@ -43,7 +43,7 @@ from stepfold.loop.patience import end_with_others
 from stepfold.loop.peers import Several
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
 from stepfold.loop.run import Kind, Request
-from stepfold.loop.run_directory import RunDirectory
+from stepfold.loop.run_directory import Moved, RunDirectory, RunFiles, read_run_directory
 from stepfold.loop.run_info import read_config, run_metadata
 from stepfold.loop.session import Options, Session
 from stepfold.loop.signals import Signals, print_waiting, raise_signal
@@ -57,9 +57,7 @@ def fit(
     steps: int | None = None,
     epochs: int | None = None,
     more_steps: int | None = None,
-    run_dir: str | os.PathLike[str] | None = None,
-    upload: str | None = None,
-    config: Any = None,
+    run_dir: RunDirectory | str | os.PathLike[str] | None = None,
     evaluation: Evaluation | Sequence[Evaluation] = (),
     checkpoints: Checkpoints | None = None,
     hooks: Hook | Sequence[Hook] = (),
@@ -67,8 +65,7 @@ def fit(
     resume: bool | Sequence[str] = True,
     steps_per_call: int = 1,
     time_limit: float | None = None,
-    patience: float | None = 1800.0,
-    compilation_cache: bool = True,
+    **moved: Unpack[Moved],
 ) -> "FitResult":
     """Train: fold batches into a state, log, evaluate, and save checkpoints.
 
@@ -101,17 +98,9 @@ def fit(
       more_steps: the number of steps to do, instead of `steps`, after those of the state or, for a
         complete run that is resumed, of its checkpoint. An interrupted run keeps its target.
         Without any of the three, all batches are used.
-      run_dir: the directory of the run: `metrics.jsonl` and `metrics.csv`, `run.json` (arguments,
-        versions, how it ended), `report.html`, checkpoints unless they have a directory, and the
-        capsule of a step that went wrong. A resumed run appends. Files of an earlier run that is
-        not resumed are moved to `run_dir/previous-1` and so on, with a warning. One run at a time
-        may use it.
-      upload: a URL in object storage, such as `s3://bucket/run`, to which metrics, `run.json` and
-        the report are copied at each checkpoint and at the end. A run that resumes on another host
-        gets them from there.
-      config: the hyper-parameters of the run, a mapping or a dataclass, possibly nested, of values
-        that JSON can hold. They are written to `run.json`, shown and compared in the report, and
-        passed to the writers of `log_to`, such as W&B. A resume warns of changes.
+      run_dir: a `RunDirectory`, which also takes the config of the run and where its files are
+        copied, or just the path of the directory: it gets the metrics, `run.json`, `report.html`,
+        and checkpoints unless they have a directory.
       evaluation: an `Evaluation`, or several.
       checkpoints: a `Checkpoints`.
       hooks: functions of an `Event`, or a `Part` of the run, as `stepfold.loop.fold` describes it.
@@ -130,15 +119,9 @@ def fit(
         to rounding: XLA may fuse the operations of a step differently in a loop.
       time_limit: the number of seconds after which to stop, checked at log points and after
         evaluations.
-      patience: with several processes, the seconds without progress after which one is stuck: it is
-        alive, unlike one whose heartbeats stop, and the others wait for it. All then print its
-        number, host, step and stacks, and exit with code 1. Choose more than a step takes, and than
-        a batch, a hook or a save takes longer in one process than in the others. None waits
-        forever.
-      compilation_cache: whether jax's compilation cache is kept in `run_dir/compiled` during the
-        run, at most 1 GiB, so that a restart loads its programs. A cache that the user configured,
-        by `jax_compilation_cache_dir`, is used in its place. Off for virtual devices. Whoever may
-        write there can run code.
+      **moved: arguments of version 0.2: `upload`, `config` and `compilation_cache`, which belong to
+        `RunDirectory`, and `patience`, which belongs to `start_distributed`. They still work, with
+        a DeprecationWarning.
 
     Returns:
       The state, the history of metrics, and why the run stopped.
@@ -159,6 +142,7 @@ def fit(
     >>> result.steps, str(result.stop_reason), result.history["train/loss"].steps
     (20, 'all 20 steps were done', [10, 20])
     """
+    run_directory = read_run_directory(run_dir, moved)
     restored_parts = check_resume(resume)
     may_resume = checkpoints is not None and restored_parts is None
     initial = InitialState.read(state, may_resume=may_resume)
@@ -166,12 +150,12 @@ def fit(
     user_parts, user_hooks = split_parts(check_hooks(hooks))
     check_kinds(user_hooks, evaluations)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
-    runner = check_numbers(step, lengths, log_every, steps_per_call, patience)
+    runner = check_numbers(step, lengths, log_every, steps_per_call)
     lengths = {name: as_integer(length) for name, length in lengths.items()}
     steps, epochs, more_steps = lengths.values()
     log_every, steps_per_call = int(log_every), int(steps_per_call)
     check_checkpoints(checkpoints, evaluations)
-    config = read_config(config)
+    config = read_config(run_directory.config)
     all_hooks = with_default_hooks(user_hooks, time_limit)
     feed = BatchFeed(batches, epochs, steps_per_call=steps_per_call, keep_recent=True)
     check_epochs(feed, [*evaluations, checkpoints], all_hooks)
@@ -182,14 +166,12 @@ def fit(
 
     has_writer = any(getattr(hook, "writes_metrics", False) for hook in user_hooks)
     with ExitStack() as unless_opened:  # an argument may be refused
-        directory = RunDirectory(
-            run_dir, upload, has_writer=has_writer, has_cache=compilation_cache
-        )
+        directory = RunFiles(run_directory, has_writer=has_writer)
         series = _open_series(checkpoints, directory)
         if series is not None:
             unless_opened.callback(series.close)
         arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
-        arguments |= {"steps_per_call": steps_per_call, "upload": upload}
+        arguments |= {"steps_per_call": steps_per_call, "upload": run_directory.upload}
         describe = partial(
             run_metadata, initial.state, batches, arguments, evaluations, checkpoints, config
         )
@@ -208,7 +190,7 @@ def fit(
         unless_opened.pop_all()
     session.user_parts, session.parts = user_parts, [directory]
     del state, initial, describe  # so that a restored state can take the memory
-    with _attach_result(session), _opened(session, directory, patience):
+    with _attach_result(session), _opened(session, directory, moved):
         _start_or_resume(session, directory, more_steps, resume)
         _show_start(session, directory)
         _fold_to_the_end(session, directory, more_steps)
@@ -259,7 +241,7 @@ class FitResult(NamedTuple):
         )
 
 
-def _open_series(checkpoints: Checkpoints | None, directory: RunDirectory) -> Series | None:
+def _open_series(checkpoints: Checkpoints | None, directory: RunFiles) -> Series | None:
     """Open the checkpoints of a run, in its directory unless they have one."""
     if checkpoints is None:
         return None
@@ -272,7 +254,7 @@ def _open_series(checkpoints: Checkpoints | None, directory: RunDirectory) -> Se
 def _make_dispatcher(
     hooks: Sequence[Hook],
     user_hooks: Sequence[Hook],
-    directory: RunDirectory,
+    directory: RunFiles,
     config: Any,
     watched: WatchedMetrics,
 ) -> HookDispatcher:
@@ -287,7 +269,7 @@ def _make_dispatcher(
 
 
 @contextmanager
-def _opened(session: Session, directory: RunDirectory, patience: float | None) -> Iterator[None]:
+def _opened(session: Session, directory: RunFiles, moved: Moved) -> Iterator[None]:
     """Open what belongs to the run, and close it in reverse order, however the run ends."""
     series, peers, hooks = session.series, session.peers, session.hooks.hooks
     with ExitStack() as stack:
@@ -304,13 +286,13 @@ def _opened(session: Session, directory: RunDirectory, patience: float | None) -
             stack.callback(print_waiting, peers, series)
         stack.callback(directory.stopwatch.end)
         if isinstance(peers, Several):
-            stack.enter_context(end_with_others(peers, patience, hooks))
+            stack.enter_context(end_with_others(peers, hooks, moved))
         yield
 
 
 def _start_or_resume(
     session: Session,
-    directory: RunDirectory,
+    directory: RunFiles,
     more_steps: int | None,
     resume: bool | Sequence[str],
 ) -> None:
@@ -351,7 +333,7 @@ def _has_checkpoint(series: Series) -> bool:
     return broadcast_from_first([has_checkpoint])[0]
 
 
-def _show_start(session: Session, directory: RunDirectory) -> None:
+def _show_start(session: Session, directory: RunFiles) -> None:
     """Let hooks that show progress say from where the run resumes, and what it compiles."""
     step, series, programs = session.run.resumed, session.series, directory.programs
     hooks = [hook for hook in session.hooks.hooks if isinstance(hook, progress)]
@@ -366,7 +348,7 @@ def _show_start(session: Session, directory: RunDirectory) -> None:
         show(f"resuming from step {step} of {directory.path or series.directory}")
 
 
-def _fold_to_the_end(session: Session, directory: RunDirectory, more_steps: int | None) -> None:
+def _fold_to_the_end(session: Session, directory: RunFiles, more_steps: int | None) -> None:
     """Fold to the end; go back where a hook asks for it."""
     session.fold()
     while session.run.go_back_request is not None:
@@ -375,7 +357,7 @@ def _fold_to_the_end(session: Session, directory: RunDirectory, more_steps: int 
 
 
 def _go_back(
-    session: Session, directory: RunDirectory, request: GoBack, more_steps: int | None
+    session: Session, directory: RunFiles, request: GoBack, more_steps: int | None
 ) -> None:
     """Restore an earlier checkpoint, and skip the batches that the request names."""
     series, rollbacks, run = session.series, session.rollbacks, session.run
@@ -412,7 +394,7 @@ def _stop_reason(session: Session) -> Stop | None:
     return Stop("nonfinite", message if path is None else f"{message}; see {path}")
 
 
-def _take_capsule(session: Session, directory: RunDirectory) -> None:
+def _take_capsule(session: Session, directory: RunFiles) -> None:
     """Take the capsule of a step with a NaN or inf, if any, and write it to the run's directory."""
     if (nonfinite := _find_nonfinite(session)) is None:
         return

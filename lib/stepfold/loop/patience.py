@@ -71,11 +71,18 @@ def find_stuck(seen: Mapping[int, Seen]) -> list[int]:
 
 
 @contextmanager
-def end_with_others(peers: Several, patience: float | None, hooks: Sequence[Any]) -> Iterator[None]:
-    """Watch the processes of a run, and end this one if another has failed, or one is stuck."""
-    if not KeyValues("stuck"):
+def end_with_others(
+    peers: Several, hooks: Sequence[Any], moved: Mapping[str, Any]
+) -> Iterator[None]:
+    """Watch the processes of a run, and end this one if another has failed, or one is stuck.
+
+    `moved` may have the patience, as an argument of `fit` in version 0.2.
+    """
+    values = KeyValues("stuck")
+    if not values:
         yield
         return
+    patience = moved.get("patience", values.patience)
     has_timer = any(isinstance(hook, watchdog) for hook in hooks)
     watch = _Watch(peers.position, patience, owns_timer=not has_timer)
     try:
@@ -238,7 +245,9 @@ class _Watch:
 
     def _show(self, found: Mapping[int, str]) -> None:
         for process, text in found.items():
-            self._say(f"process {process} is {text}; all end, as patience of fit says")
+            self._say(
+                f"process {process} is {text}; all end, as start_distributed(patience=…) says"
+            )
         self._print_stacks([process for process in found if process != self._me])
         self._values.set(f"{self._folder}shown/{self._me}", True)
 

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from stepfold import tree
-from stepfold.core.validation import check_flags
 from stepfold.errors import warn
 from stepfold.inspect.compiled import CompiledStep
 from stepfold.internals.jax import compilation_cache, watch_compilations
@@ -42,7 +41,6 @@ class Programs:
     """
 
     def __init__(self, run_dir: Path | None, *, has_cache: bool = True) -> None:
-        check_flags(compilation_cache=has_cache)
         self._directory = run_dir / NAME if run_dir is not None and has_cache else None
         self.before: Sequence[Mapping[str, Any]] = ()
         self.show: Callable[[str], None] = lambda _: None

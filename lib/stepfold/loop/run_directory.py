@@ -5,8 +5,9 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 
@@ -14,6 +15,7 @@ from stepfold.checkpoint.claims import Claim, ClaimedError
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import check_shared, read_directory
 from stepfold.core.processes import agreement
+from stepfold.core.validation import absolute_path, check_flags, is_url, read_positive
 from stepfold.errors import StepfoldError, refuse, warn
 from stepfold.loop.hooks.base import Hook, Stop, Stopwatch
 from stepfold.loop.json_files import open_regular
@@ -27,6 +29,7 @@ from stepfold.loop.run_info import (
     flatten_config,
     flatten_settings,
     move_previous_run,
+    read_config,
     read_key,
     read_run_info,
 )
@@ -34,12 +37,102 @@ from stepfold.loop.session import Session
 from stepfold.loop.upload import Upload
 from stepfold.loop.writers.combinators import async_writer, log_to
 from stepfold.loop.writers.jsonl import RunWriter, jsonl_writer
+from stepfold.tree import describe_value
 
 
+@dataclass(frozen=True)
 class RunDirectory:
-    """What a run writes besides checkpoints; without `run_dir` nothing.
+    """The directory of a run, and what `fit` writes there: `fit(run_dir=RunDirectory(…))`.
 
-    `programs` are those that it compiles, and jax's compilation cache, unless `has_cache` is False.
+    It gets `metrics.jsonl` and `metrics.csv`, `run.json` (arguments, versions, how the run ended),
+    `report.html`, checkpoints unless they have a directory, and the capsule of a step that went
+    wrong. A resumed run appends. Files of an earlier run that is not resumed are moved to
+    `previous-1` and so on, with a warning. One run at a time may use it.
+
+    Attributes:
+      path: the directory. None writes no files, for a `config` that only writers get.
+      upload: a URL in object storage, such as `s3://bucket/run`, to which metrics, `run.json` and
+        the report are copied at each checkpoint and at the end. A run that resumes on another host
+        gets them from there.
+      config: the hyper-parameters of the run, a mapping or a dataclass, possibly nested, of values
+        that JSON can hold. They are written to `run.json`, shown and compared in the report, and
+        passed to the writers of `log_to`, such as W&B. A resume warns of changes.
+      compilation_cache: whether jax's compilation cache is kept in `compiled` in the directory
+        during the run, at most 1 GiB, so that a restart loads its programs. A cache that the user
+        configured, by `jax_compilation_cache_dir`, is used in its place. Off for virtual devices.
+        Whoever may write there can run code.
+
+    Raises:
+      ConfigError: if an argument is not as described.
+
+    >>> import stepfold as sf
+    >>> sf.RunDirectory("runs/a", config={"rate": 0.1}).config["rate"]
+    0.1
+    """
+
+    path: str | os.PathLike[str] | None = None
+    _: KW_ONLY
+    upload: str | None = None
+    config: Any = None
+    compilation_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            absolute_path("path", self.path)
+        if self.upload is not None:
+            if not is_url(self.upload):
+                advice = "give the path alone to keep the files of a run on a file system"
+                got = describe_value(self.upload)
+                refuse("upload", "a URL such as 's3://bucket/run'", got, advice)
+            if self.path is None:
+                advice = "write sf.RunDirectory('runs/a', upload=…)"
+                refuse("upload", "the path of a directory to copy", "none", advice)
+        read_config(self.config)
+        check_flags(compilation_cache=self.compilation_cache)
+
+
+class Moved(TypedDict, total=False):
+    """Arguments of `fit` in version 0.2, which are arguments of others now."""
+
+    upload: str | None
+    config: Any
+    compilation_cache: bool
+    patience: float | None
+
+
+def read_run_directory(run_dir: Any, moved: Moved) -> RunDirectory:
+    """Return the directory of a run, of a path or of arguments of version 0.2; warn of these."""
+    if unknown := [name for name in moved if name not in Moved.__annotations__]:
+        raise TypeError(f"fit() got an unexpected keyword argument {unknown[0]!r}")
+    if run_dir is not None and not isinstance(run_dir, RunDirectory):
+        absolute_path("run_dir", run_dir)
+    if "patience" in moved:
+        if moved["patience"] is not None:
+            read_positive("patience", moved["patience"], unit="seconds")
+        got = "got an argument of fit; write sf.start_distributed(patience=…)"
+        warn(f"patience: expected an argument of start_distributed, {got}", DeprecationWarning)
+    options: dict[str, Any] = {**moved}
+    options.pop("patience", None)
+    if isinstance(run_dir, RunDirectory):
+        if options:
+            names = ", ".join(options)
+            advice = "give them to RunDirectory"
+            refuse(names, "arguments of RunDirectory", "arguments of fit beside one", advice)
+        return run_dir
+    directory = RunDirectory(run_dir, **options)
+    if options:
+        path = [] if run_dir is None else [repr(os.fspath(run_dir))]
+        new = ", ".join([*path, *(f"{name}=…" for name in options)])
+        got = f"got arguments of fit; write run_dir=sf.RunDirectory({new})"
+        names = ", ".join(options)
+        warn(f"{names}: expected arguments of RunDirectory, {got}", DeprecationWarning)
+    return directory
+
+
+class RunFiles:
+    """What a run writes besides checkpoints; in a `RunDirectory` without a path nothing.
+
+    `programs` are those that it compiles, and jax's compilation cache.
 
     With `has_writer`, a hook of the user writes the metrics, so there is no metrics file here. It
     is a part of the run, so that `run.json` has the notes on replaced states.
@@ -47,22 +140,15 @@ class RunDirectory:
 
     name = "the files of the run"
 
-    def __init__(
-        self,
-        run_dir: Any,
-        upload: Any = None,
-        *,
-        has_writer: bool = False,
-        has_cache: bool = True,
-    ) -> None:
+    def __init__(self, directory: RunDirectory, *, has_writer: bool = False) -> None:
         self.path = None
         with agreement("fit: not started"):
-            if run_dir is not None:
-                self.path = read_directory(run_dir, make=True)
+            if directory.path is not None:
+                self.path = read_directory(directory.path, make=True, name="run_dir")
         if self.path is not None:
             check_shared(self.path)
-        self.programs = Programs(self.path, has_cache=has_cache)
-        self._url = upload
+        self.programs = Programs(self.path, has_cache=directory.compilation_cache)
+        self._url = directory.upload
         self._upload: Upload | None = None
         writes = self.path is not None and not has_writer
         self.metrics_path = self.path / "metrics.jsonl" if self.path and writes else None
@@ -77,10 +163,10 @@ class RunDirectory:
         series: Series | None,
     ) -> list[Hook]:
         """Make the hooks that write the files; `describe` returns the metadata for `run.json`."""
-        if self._url is not None:
-            self._upload = Upload(self.path, self._url, series)
         if self.path is None:
             return []
+        if self._url is not None:
+            self._upload = Upload(self.path, self._url, series)
         hooks: list[Hook] = []
         if self.metrics_path is not None:
             _check_files(others, [self.metrics_path, self.path / "metrics.csv"])

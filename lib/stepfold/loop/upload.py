@@ -10,11 +10,9 @@ from typing import Any
 
 import jax
 
-from stepfold import tree
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import sync
-from stepfold.core.validation import is_url
-from stepfold.errors import CheckpointError, StepfoldError, refuse, warn
+from stepfold.errors import CheckpointError, StepfoldError, warn
 from stepfold.loop.hooks.base import BaseHook, Event
 from stepfold.loop.run_info import NAME, read_run_info
 from stepfold.loop.writers.jsonl import read_rows
@@ -31,12 +29,7 @@ class Upload(BaseHook):
 
     provides = ()
 
-    def __init__(self, run_dir: Path | None, url: Any, series: Series | None = None) -> None:
-        if not is_url(url):
-            advice = "give run_dir=… alone to keep the files of a run on a file system"
-            refuse("upload", "a URL such as 's3://bucket/run'", tree.describe_value(url), advice)
-        if run_dir is None:
-            refuse("upload", "run_dir=… to go with it", "none", "give a directory")
+    def __init__(self, run_dir: Path, url: str, series: Series | None = None) -> None:
         from stepfold.object_storage import Bucket  # lazy: imports tensorstore
 
         # If the server fails, the series and this do not wait for it one after the other.

@@ -20,7 +20,8 @@ from typing import Any
 
 import jax
 
-from stepfold.core.processes import DEFAULT_TIMEOUT, KeyValues
+from stepfold.core.processes import DEFAULT_PATIENCE, DEFAULT_TIMEOUT, KeyValues
+from stepfold.core.validation import read_positive
 from stepfold.errors import ConfigError, refuse
 
 # A coordinator that has answered before counts as ended after this many failed connections.
@@ -74,6 +75,7 @@ def start_distributed(
     timeout: int = DEFAULT_TIMEOUT,
     heartbeat: int = 100,
     shutdown: int | None = None,
+    patience: float | None = DEFAULT_PATIENCE,
 ) -> Distributed:
     """Join the processes of a job in one jax runtime; a no-op in a single process.
 
@@ -110,6 +112,10 @@ def start_distributed(
       shutdown: seconds that a process waits at its exit, also after an exception, for the others to
         exit; jax then terminates them all. By default as long as `heartbeat`; give more if process
         0 works alone for longer at the end of the script.
+      patience: seconds without progress in `fit` after which a process is stuck: it is alive,
+        unlike one whose heartbeats stop, and the others wait for it. All then print its number,
+        host, step and stacks, and exit with code 1. Choose more than a step takes, and than a
+        batch, a hook or a save takes longer in one process than in the others. None waits forever.
 
     Raises:
       ConfigError: if the arguments or the environment do not fit together, if jax has already
@@ -124,9 +130,14 @@ def start_distributed(
     for name, seconds in (("timeout", timeout), ("heartbeat", heartbeat), ("shutdown", shutdown)):
         if not isinstance(seconds, int) or seconds < 1:
             refuse(name, "a whole number of seconds", repr(seconds))
+    if patience is not None:
+        read_positive("patience", patience, unit="seconds")
     job, local = _find_job(coordinator, processes, process, os.environ)
     if jax.distributed.is_initialized():
         running = Distributed("already started", jax.process_index(), jax.process_count())
+        settings = KeyValues("start_distributed")
+        if settings and str(running.process) not in settings.get("patience"):
+            settings.set(f"patience/{running.process}", patience)  # jax itself was started before
         if job.how != "alone" and replace(job, how=running.how, coordinator=None) == running:
             return job
         if process is not None:
@@ -148,6 +159,7 @@ def start_distributed(
     if job.processes > 1 and (settings := KeyValues("start_distributed")):
         settings.set(f"timeout/{job.process}", timeout)
         settings.set(f"heartbeat/{job.process}", heartbeat)
+        settings.set(f"patience/{job.process}", patience)
     return job
 
 

@@ -77,7 +77,9 @@ WRITERS = {
 }
 
 
-def fit(folder, writer="jsonl", cuts=(), *, config=True, place="data", hooks=(), **options):
+def fit(
+    folder, writer="jsonl", cuts=(), *, config=True, place="data", hooks=(), run_dir=None, **options
+):
     """Run, or resume, and return the rows that the writer has written; `cuts` get fewer."""
     make, read = WRITERS[writer]
     failing = [FailingHook(cuts)] if place == "hook" else []
@@ -86,7 +88,7 @@ def fit(folder, writer="jsonl", cuts=(), *, config=True, place="data", hooks=(),
     plan = sf.Checkpoints(folder / "checkpoints", every=50)
     sf.fit(
         *(STEP, start(), FailingBatches(batches(), cuts if place == "data" else [])),
-        config={"rate": 0.1} if config else None,
+        run_dir=sf.RunDirectory(run_dir, config={"rate": 0.1} if config else None),
         hooks=hooks,
         **{"checkpoints": plan, **options},
     )

@@ -88,7 +88,8 @@ batches = sf.batches(np.zeros(8, np.float32), 4)
 hooks = sf.log_to(writer(resume="allow"))
 sf.fit(
     step, state, batches, steps=STEPS, log_every=2,
-    run_dir=FOLDER, checkpoints=sf.Checkpoints(every=4), hooks=hooks, config={"rate": 0.1},
+    run_dir=sf.RunDirectory(FOLDER, config={"rate": 0.1}),
+    checkpoints=sf.Checkpoints(every=4), hooks=hooks,
 )
 """
     for steps in (4, 8):

@@ -367,7 +367,8 @@ class watchdog(BaseHook):  # noqa: N801
     process can have only one, and it fires even if a library hangs while it holds the GIL. With
     `abort` the process exits with code 1 and saves nothing: a launcher that starts it again resumes
     from the last checkpoint. Stacks go to stderr, or to a `file` that has a descriptor. It watches
-    only its own process; `fit(patience=…)` finds out which of several the others wait for.
+    only its own process; `start_distributed(patience=…)` finds out which of several the
+    others wait for.
 
     >>> import stepfold as sf
     >>> hook = sf.watchdog(600)

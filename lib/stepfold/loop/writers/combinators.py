@@ -179,8 +179,9 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
     raised at the next event. The numbers of an evaluation that another process made are written at
     the step at which they arrive, but in the `metrics.jsonl` of a run in the row of the step that
     was evaluated. At the end the writer is closed. With several processes only the first one
-    writes. `fit(config=…)` is written as hyper-parameters. For images, texts and histograms, call
-    `write_images`, `write_texts` and `write_histograms` of the same writer in a hook.
+    writes. The config of `RunDirectory` is written as hyper-parameters. For images, texts and
+    histograms, call `write_images`, `write_texts` and `write_histograms` of the same writer in a
+    hook.
 
     A run that does not resume moves the files of `jsonl_writer` and `csv_writer` to a folder
     `previous-1` and so on next to them, with a warning, if they have rows of later steps.
