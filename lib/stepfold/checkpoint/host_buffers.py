@@ -91,7 +91,8 @@ class HostBuffers:
         key = array.sharding, array.shape
         if key not in self._layouts:
             found = None
-            if all(device.platform == "cpu" for device in array.sharding.device_set):
+            devices: Any = array.sharding.device_set
+            if all(device.platform == "cpu" for device in devices):
                 found = Layout({}, [], frozenset())
                 for number, shard in enumerate(array.addressable_shards):
                     part = region(shard.index, array.shape)
@@ -129,7 +130,8 @@ def as_arrays(copies: Mapping[K, HostCopy]) -> dict[K, jax.Array]:
 
 def _copy(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
     """Copy the second array of each pair to the first one; all are of bytes."""
-    small, large = [], []
+    small: list[tuple[np.ndarray, np.ndarray]] = []
+    large: list[tuple[np.ndarray, np.ndarray]] = []
     for target, source in pairs:
         for start in range(0, target.size, _PIECE):
             part = slice(start, start + _PIECE)
