@@ -49,23 +49,23 @@ class Process:
 
 def run(run_dir, watch):
     """Train on as many nodes as there are, until the run has ended."""
-    while True:
+    for tries_left in reversed(range(10)):
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
         count = 1 << len(nodes).bit_length() - 1  # the largest power of two; the rest are spare
         group = placement_group([{"CPU": 1}] * count, strategy="STRICT_SPREAD")
         places = [PlacementGroupSchedulingStrategy(group, i) for i in range(count)]
         actors = [Process.options(scheduling_strategy=place).remote() for place in places]
         try:
-            if not group.wait(timeout_seconds=20):  # Ray still took a lost node for alive
-                continue
-            address = ray.get(actors[0].address.remote())
+            address = ray.get(actors[0].address.remote(), timeout=40)  # the nodes may be lost
             ends = [x.train.remote(address, count, i, run_dir) for i, x in enumerate(actors)]
             while ends:
                 done, ends = ray.wait(ends, timeout=0.1)
                 for resumed in ray.get(done):  # raises the error of a process
                     print(f"a process has ended, of {count}, resumed from step {resumed}")
                 watch(group)
-        except ray.exceptions.RayActorError:
+        except ray.exceptions.RayError:  # of a lost process, or of another that misses it
+            if not tries_left:
+                raise
             print(f"lost a process of {count}, starting again")
         else:
             return

@@ -283,13 +283,17 @@ class BucketSave:
         self._store, self._metadata, self._before_commit = store, metadata, before_commit
         with agreement(f"{store.path_of(metadata.step)}: not saved"):
             arrays, self._leaves = arrays_of(state), leaves_of(state)
-            arrays = arrays if buffers is None else buffers.keep(arrays)
+            copies = {} if buffers is None else buffers.copy(arrays)
             for array in arrays.values():  # all copies at once, then wait for each
                 for shard in getattr(array, "addressable_shards", ()):
                     if shard.replica_id == 0:
                         shard.data.copy_to_host_async()
-            # On CPU, zero-copy views, of the buffers if there are any.
-            self._shards = {name: shards_of(array) for name, array in arrays.items() if array.size}
+            # On CPU without buffers, zero-copy views.
+            self._shards = {
+                name: copies[name].recorded() if name in copies else shards_of(array)
+                for name, array in arrays.items()
+                if array.size
+            }
         own = [int(time.time()), secrets.randbits(62)]
         seconds, number = broadcast_from_first(own)
         self._folder = f"saves/{metadata.step}-{seconds:x}-{number:016x}/"

@@ -6,9 +6,10 @@ it page by page, which takes several times as long as a copy. A copy into new me
 So a save copies the state into buffers that an earlier save has used.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -17,7 +18,36 @@ from stepfold.checkpoint.leaves import Region, region
 
 K = TypeVar("K", bound=Hashable)
 _ALIGNMENT = 64  # bytes, from which jax uses the memory of numpy without a copy
-_THREADS = 2  # one does not use all of the bandwidth of the memory
+# One thread does not use all of the bandwidth of the memory: two share the pieces of large arrays.
+_PIECE = 4 << 20  # bytes
+_SMALL = 1 << 16  # bytes of an array for which a second thread is not worth it
+
+
+class Layout(NamedTuple):
+    """Where the parts of an array are on the devices of this process.
+
+    Attributes:
+      first: the first shard of each region.
+      devices: the device and the region of each shard.
+      recorded: the regions that this process records, as `leaves.shards_of` does.
+    """
+
+    first: dict[Region, int]
+    devices: list[tuple[Any, Region]]
+    recorded: frozenset[Region]
+
+
+class HostCopy(NamedTuple):
+    """A copy of the parts of an array that this process holds, by region."""
+
+    shape: tuple[int, ...]
+    sharding: Any
+    layout: Layout
+    parts: dict[Region, np.ndarray]
+
+    def recorded(self) -> dict[Region, np.ndarray]:
+        """Return the parts that this process records."""
+        return {part: array for part, array in self.parts.items() if part in self.layout.recorded}
 
 
 class HostBuffers:
@@ -25,57 +55,97 @@ class HostBuffers:
 
     >>> import jax.numpy as jnp
     >>> buffers, array = HostBuffers(), jnp.arange(3)
-    >>> kept = buffers.keep({"w": array})
+    >>> copies = buffers.copy({"w": array})
     >>> array.delete()  # as a step does to which it is donated
-    >>> kept["w"]
+    >>> as_arrays(copies)["w"]
     Array([0, 1, 2], dtype=int32)
     """
 
     def __init__(self) -> None:
         self._buffers: dict[Any, np.ndarray] = {}
+        self._layouts: dict[Any, Layout | None] = {}
 
-    def keep(self, arrays: Mapping[K, Any]) -> dict[K, Any]:
-        """Return the arrays, with those on CPU copied, so that the originals can be donated.
+    def copy(self, arrays: Mapping[K, Any]) -> dict[K, HostCopy]:
+        """Copy the arrays that are on CPU, so that they can be donated; leave out all others.
 
         The copies are valid until the next call. Arrays on other devices are copied to the host by
-        those who read them.
+        those who read them. It makes no arrays of jax, each of which would take 0.1 ms.
         """
-        kept, copies = dict(arrays), list[tuple[np.ndarray, np.ndarray]]()
-        parts: dict[K, dict[Region, np.ndarray]] = {}
+        copies, pairs = dict[K, HostCopy](), list[tuple[np.ndarray, np.ndarray]]()
         for name, array in arrays.items():
-            if not isinstance(array, jax.Array) or not _is_on_cpu(array):
+            layout = self._layout(array) if isinstance(array, jax.Array) else None
+            if layout is None:
                 continue
-            parts[name] = {}
-            for shard in array.addressable_shards:
-                part = region(shard.index, array.shape)
-                if part not in parts[name]:
-                    view = np.asarray(shard.data)
-                    parts[name][part] = self._buffer((name, part), view)
-                    copies.append((parts[name][part], view))
-        with ThreadPoolExecutor(_THREADS, "stepfold-copy") as threads:
-            for _ in threads.map(lambda pair: np.copyto(*pair), copies):
-                pass
-        for name, by_region in parts.items():
-            array = arrays[name]
-            shards = [
-                jax.device_put(by_region[region(shard.index, array.shape)], shard.data.sharding)
-                for shard in array.addressable_shards
-            ]
-            kept[name] = jax.make_array_from_single_device_arrays(
-                array.shape, array.sharding, shards
-            )
-        return kept
+            parts, shards = dict[Region, np.ndarray](), array.addressable_shards
+            for part, number in layout.first.items():
+                view = np.asarray(shards[number].data)
+                buffer = self._buffer((name, part), view.nbytes)
+                parts[part] = buffer.view(view.dtype).reshape(view.shape)
+                pairs.append((buffer, view.reshape(-1).view(np.uint8)))
+            copies[name] = HostCopy(array.shape, array.sharding, layout, parts)
+        _copy(pairs)
+        return copies
 
-    def _buffer(self, key: Any, like: np.ndarray) -> np.ndarray:
-        """Return the buffer of a key, as an array like another one."""
+    def _layout(self, array: jax.Array) -> Layout | None:
+        """Return the layout of an array; None if it is not on CPU."""
+        key = array.sharding, array.shape
+        if key not in self._layouts:
+            found = None
+            devices: Any = array.sharding.device_set
+            if all(device.platform == "cpu" for device in devices):
+                found = Layout({}, [], frozenset())
+                for number, shard in enumerate(array.addressable_shards):
+                    part = region(shard.index, array.shape)
+                    found.first.setdefault(part, number)
+                    found.devices.append((shard.device, part))
+                    if shard.replica_id == 0:
+                        found = found._replace(recorded=found.recorded | {part})
+            self._layouts[key] = found
+        return self._layouts[key]
+
+    def _buffer(self, key: Any, size: int) -> np.ndarray:
+        """Return the buffer of a key."""
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.size != like.nbytes:
-            buffer = np.empty(like.nbytes + _ALIGNMENT, np.uint8)
+        if buffer is None or buffer.size != size:
+            buffer = np.empty(size + _ALIGNMENT, np.uint8)
             start = -buffer.ctypes.data % _ALIGNMENT
-            buffer = self._buffers[key] = buffer[start : start + like.nbytes]
-        return buffer.view(like.dtype).reshape(like.shape)
+            buffer = self._buffers[key] = buffer[start : start + size]
+        return buffer
 
 
-def _is_on_cpu(array: jax.Array) -> bool:
-    devices: Any = array.sharding.device_set
-    return all(device.platform == "cpu" for device in devices)
+def as_arrays(copies: Mapping[K, HostCopy]) -> dict[K, jax.Array]:
+    """Return arrays of jax with the shardings of the originals, which read the copies in place."""
+    shards = [(copy.parts[part], device) for copy in copies.values()
+              for device, part in copy.layout.devices]  # fmt: skip
+    if not shards:
+        return {}
+    on_devices = iter(jax.device_put(*map(list, zip(*shards, strict=True))))  # all at once
+    return {
+        name: jax.make_array_from_single_device_arrays(
+            copy.shape, copy.sharding, [next(on_devices) for _ in copy.layout.devices]
+        )
+        for name, copy in copies.items()
+    }
+
+
+def _copy(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Copy the second array of each pair to the first one; all are of bytes."""
+    small: list[tuple[np.ndarray, np.ndarray]] = []
+    large: list[tuple[np.ndarray, np.ndarray]] = []
+    for target, source in pairs:
+        for start in range(0, target.size, _PIECE):
+            part = slice(start, start + _PIECE)
+            (small if target.size < _SMALL else large).append((target[part], source[part]))
+
+    def copy_large() -> None:
+        with suppress(IndexError):  # the other thread has taken the last one
+            while large:
+                np.copyto(*large.pop())
+
+    with ThreadPoolExecutor(1, "stepfold-copy") as thread:
+        other = thread.submit(copy_large) if large else None
+        for each in small:
+            np.copyto(*each)
+        copy_large()
+        if other is not None:
+            other.result()

@@ -360,11 +360,12 @@ class TierStore:
             for device, index in array.sharding.devices_indices_map(array.shape).items():
                 part = region(index or (), array.shape)
                 found.setdefault(part, set()).add(device.process_index)
-            self._regions[key] = {part: sorted(processes) for part, processes in found.items()}
-        shards = array.addressable_shards
-        return self._regions[key], {
-            region(shard.index, array.shape): shard.data for shard in shards
-        }
+            holders = {part: sorted(processes) for part, processes in found.items()}
+            parts = [region(shard.index, array.shape) for shard in array.addressable_shards]
+            self._regions[key] = holders, parts
+        holders, parts = self._regions[key]
+        shards = [shard.data for shard in array.addressable_shards]
+        return holders, dict(zip(parts, shards, strict=True))
 
     def target_on(self, host: int) -> int:
         """Return the process on another host to which this one sends copies."""
@@ -543,10 +544,13 @@ class TierSave:
         for array in plan.slices.values():  # all copies at once, then wait for each
             if isinstance(array, jax.Array):
                 array.copy_to_host_async()
-        slices = plan.slices if buffers is None else buffers.keep(plan.slices)
+        copies = {} if buffers is None else buffers.copy(plan.slices)
         self._plan = plan._replace(slices={})  # whose views would prevent a donation
-        # On CPU, zero-copy views, of the buffers if there are any.
-        self._slices = {key: np.asarray(array) for key, array in slices.items()}
+        # On CPU without buffers, zero-copy views.
+        self._slices = {
+            key: next(iter(copies[key].parts.values())) if key in copies else np.asarray(array)
+            for key, array in plan.slices.items()
+        }
 
     def commit(self, finish: Callable[[], None] | None = None) -> None:
         """Write the file, and send the copies to other hosts; this is called in a thread."""

@@ -15,7 +15,7 @@ import jax
 
 from stepfold.checkpoint import manifest
 from stepfold.checkpoint.claims import Claim, ClaimedError
-from stepfold.checkpoint.host_buffers import HostBuffers
+from stepfold.checkpoint.host_buffers import HostBuffers, as_arrays
 from stepfold.checkpoint.leaves import arrays_of, leaves_of, shards_of
 from stepfold.checkpoint.manifest import StepMetadata
 from stepfold.checkpoint.steps import locked, sync
@@ -40,8 +40,8 @@ class OrbaxSave:
     ) -> None:
         """Copy the state off the devices and start to write it to the directory `path`."""
         arrays, leaves = arrays_of(state), leaves_of(state)
-        arrays = arrays if buffers is None else buffers.keep(arrays)
-        stored = {name: array for name, array in arrays.items() if array.size}
+        copies = {} if buffers is None else buffers.copy(arrays)
+        arrays = {name: array for name, array in arrays.items() if name not in copies}
         self._path, self._peers = path, _Peers()
         self._writer = StepWriter(manifest.STATE, self._peers.meet)
         self._owns_files = False
@@ -57,15 +57,27 @@ class OrbaxSave:
                     self._reservation.callback(claim.release)
                     claim.acquire()
                     self._owns_files = True
-            # On CPU, zero-copy views, of the buffers if there are any.
-            shards = {name: shards_of(array) for name, array in arrays.items()}
+
+            # On CPU without buffers, zero-copy views.
+            shards = {
+                name: copies[name].recorded() if name in copies else shards_of(arrays[name])
+                for name in leaves
+            }
 
             def write_manifest(folder: Path) -> None:
                 if before_commit is not None:
                     before_commit()
                 manifest.write_leaves(folder, metadata, leaves, shards)
 
-            self._writer.save(path, stored, write_manifest, manifest.write_files)
+            def start() -> None:
+                whole = {**arrays, **as_arrays(copies)}
+                stored = {name: whole[name] for name in leaves if whole[name].size}
+                self._writer.save(path, stored, write_manifest, manifest.write_files)
+
+            # orbax takes a while before it writes. With copies, that is left to the thread.
+            self._start: Callable[[], None] | None = start
+            if any(isinstance(array, jax.Array) for array in arrays.values()):
+                self._start_once()
 
     def commit(self, finish: Callable[[], None] | None = None) -> None:
         """Wait until the step is durable, and call `finish`. Readers do not see it before.
@@ -74,6 +86,7 @@ class OrbaxSave:
         prevents `finish`, the claim stays next to the step, and `clean` makes up for it.
         """
         with self._converted_errors():
+            self._start_once()
             self._writer.wait()
             if jax.process_index() == 0:
                 # orbax drops errors that it cannot log, as with a closed stderr.
@@ -89,6 +102,11 @@ class OrbaxSave:
         finally:
             self._reservation.close()
             self._writer.close()
+
+    def _start_once(self) -> None:
+        start, self._start = self._start, None
+        if start is not None:
+            start()
 
     @contextmanager
     def _converted_errors(self) -> Iterator[None]:
