@@ -40,7 +40,7 @@ from stepfold.checkpoint.leaves import (
 )
 from stepfold.checkpoint.manifest import DamageError, Manifest, NewerError, StepMetadata
 from stepfold.checkpoint.steps import already_exists, join_location
-from stepfold.core.processes import agreement, broadcast_from_first
+from stepfold.core.processes import agreement, broadcast_from_first, spell_error
 from stepfold.errors import CheckpointError, refuse
 from stepfold.object_storage import Bucket, range_below
 
@@ -316,7 +316,7 @@ class BucketSave:
                 if rank == 0:
                     store.delete_below(folder)
                 else:  # process 0 waits for the manifest
-                    store.write_note(f"{own_name}.json", {"failed": str(error)})
+                    store.write_note(f"{own_name}.json", {"failed": spell_error(error)})
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(

@@ -307,6 +307,8 @@ def _opened(session: Session, directory: RunDirectory, patience: float | None) -
         if isinstance(peers, Several):
             stack.enter_context(end_with_others(peers, patience, hooks))
         yield
+        if series is not None and not peers.is_alone:
+            series.wait_together()
 
 
 def _start_or_resume(
