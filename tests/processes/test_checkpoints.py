@@ -463,7 +463,7 @@ def test_one_process_restores_it_on_any_mesh(both_in_a_bucket):
 def test_a_failure_of_one_process_is_that_of_the_save(both_in_a_bucket):
     url, (first, second) = both_in_a_bucket
     assert "OSError: cut in process 0" in first["failing 0"]
-    assert "process 1 cannot save its part: cut in process 1" in first["failing 1"]
+    assert "process 1 cannot save its part: OSError: cut in process 1" in first["failing 1"]
     assert "OSError: cut in process 1" in second["failing 1"]
     words = "expected the part of process 1 within 1 s of process 0, got none"
     assert words in first["late"]

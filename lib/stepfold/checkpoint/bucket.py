@@ -40,7 +40,7 @@ from stepfold.checkpoint.leaves import (
 )
 from stepfold.checkpoint.manifest import DamageError, Manifest, NewerError, StepMetadata
 from stepfold.checkpoint.steps import already_exists, join_location
-from stepfold.core.processes import agreement, broadcast_from_first
+from stepfold.core.processes import agreement, broadcast_from_first, spell_error
 from stepfold.errors import CheckpointError, refuse
 from stepfold.object_storage import Bucket, range_below
 
@@ -297,6 +297,7 @@ class BucketSave:
         own = [int(time.time()), secrets.randbits(62)]
         seconds, number = broadcast_from_first(own)
         self._folder = f"saves/{metadata.step}-{seconds:x}-{number:016x}/"
+        self._deadline: float | None = None
 
     def commit(self, finish: Callable[[], None] | None = None) -> None:
         """Write the step, as `OrbaxSave.commit` does."""
@@ -318,9 +319,12 @@ class BucketSave:
         except Exception as error:
             with suppress(CheckpointError):
                 if rank == 0:
+                    for process in range(1, count):  # they may still write into the folder
+                        with suppress(CheckpointError):
+                            self._wait_for(process)
                     store.delete_below(folder)
                 else:  # process 0 waits for the manifest
-                    store.write_note(f"{own_name}.json", {"failed": str(error)})
+                    store.write_note(f"{own_name}.json", {"failed": spell_error(error)})
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(
@@ -333,21 +337,25 @@ class BucketSave:
 
     def _wait_for_others(self, count: int) -> Iterator[int]:
         """Wait for the manifests of the other processes, and yield their checksums."""
-        deadline, pause = time.monotonic() + _PATIENCE, 0.02
         for process in range(1, count):
-            while (content := self._store.read(f"{self._folder}{process}.json")) is None:
-                if time.monotonic() > deadline:
-                    expected = (
-                        f"the part of process {process} within {_PATIENCE:.0f} s of process 0"
-                    )
-                    where = join_location(self._store.location, self._folder)
-                    advice = "it may have been killed"
-                    refuse(where, expected, "none", advice, kind=CheckpointError)
-                time.sleep(pause)
-                pause = min(2 * pause, 2.0)
+            content = self._wait_for(process)
             if reason := manifest.decode_checked(content, f"{process}.json").get("failed"):
                 raise CheckpointError(f"process {process} cannot save its part: {reason}")
             yield zlib.crc32(content)
+
+    def _wait_for(self, process: int) -> bytes:
+        """Wait for the manifest of another process, or for its note that it failed."""
+        pause = 0.02
+        self._deadline = self._deadline or time.monotonic() + _PATIENCE  # for all of them
+        while (content := self._store.read(f"{self._folder}{process}.json")) is None:
+            if time.monotonic() > self._deadline:
+                expected = f"the part of process {process} within {_PATIENCE:.0f} s of process 0"
+                where = join_location(self._store.location, self._folder)
+                advice = "it may have been killed"
+                refuse(where, expected, "none", advice, kind=CheckpointError)
+            time.sleep(pause)
+            pause = min(2 * pause, 2.0)
+        return content
 
 
 class BucketReader(ArrayReader):

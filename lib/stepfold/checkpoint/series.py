@@ -362,6 +362,14 @@ class Series(StepReader):
         self._join_thread()
         self._raise_errors()
 
+    def wait_together(self) -> None:
+        """Do the same, and raise in all processes if it raises in one; collective.
+
+        Process 0 alone may fail after the commit, as where old steps are deleted.
+        """
+        with agreement(f"{self.directory}: not saved"):
+            self.wait()
+
     def _join_thread(self) -> None:
         if self._thread is not None:
             self._thread.join()

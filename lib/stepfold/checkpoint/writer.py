@@ -88,6 +88,7 @@ class OrbaxSave:
         with self._converted_errors():
             self._start_once()
             self._writer.wait()
+            self._peers.end()
             if jax.process_index() == 0:
                 # orbax drops errors that it cannot log, as with a closed stderr.
                 if not self._path.is_dir():
@@ -120,7 +121,10 @@ class OrbaxSave:
             for write in self._writer.writes:  # otherwise, files may arrive after the removal
                 with suppress(Exception):  # the first error was raised; orbax ignores the others
                     write.result(_TIMEOUT if may_end else 1.0)
+            self._peers.end()
             if self._owns_files:
+                # A write whose folder is removed fails with another error, or waits for the folder.
+                self._peers.wait_for_ends(None if may_end else 1.0)
                 remove_unfinished(self._path)
             self._reservation.close()
             if not isinstance(error, Exception):
@@ -143,6 +147,17 @@ class _Peers:
         """Let the others know why this process does not save."""
         if self._are_several:
             self._values.set(f"{self._save}/failed/{jax.process_index()}", cause)
+
+    def end(self) -> None:
+        """Let the others know that this process writes nothing more."""
+        if self._are_several:
+            self._values.set(f"{self._save}/ended/{jax.process_index()}", True)
+
+    def wait_for_ends(self, timeout: float | None) -> None:
+        """Wait until no process writes any more, or for some seconds."""
+        if self._are_several:
+            processes, folder = jax.process_count(), f"{self._save}/ended"
+            self._values.wait(lambda: len(self._values.get(folder)) == processes, timeout)
 
     def meet(self, *, key: str, timeout_ms: int) -> None:  # noqa: ARG002  orbax passes it
         """Wait for all processes, as a barrier of orbax; raise if one of them has failed."""

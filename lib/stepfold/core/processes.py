@@ -127,11 +127,11 @@ class KeyValues:
         given = KeyValues("start_distributed").get("patience").values()
         return None if None in given else max(given, default=DEFAULT_PATIENCE)
 
-    def wait(self, is_over: Callable[[], bool]) -> bool:
+    def wait(self, is_over: Callable[[], bool], timeout: float | None = None) -> bool:
         """Poll until a condition holds; return False if it does not in time."""
         start, pause = time.monotonic(), 0.002
         while not is_over():
-            if pause > 0.1 and time.monotonic() - start > self.timeout:
+            if pause > 0.1 and time.monotonic() - start > (timeout or self.timeout):
                 return False
             time.sleep(pause)
             pause = min(2 * pause, 0.5)  # hundreds of processes ask one server

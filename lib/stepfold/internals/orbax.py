@@ -44,6 +44,7 @@ for _name in _USED:
 # longer than any jump; waiting for other processes has its own limit.
 _NEVER = 100 * 366 * 24 * 60 * 60
 
+_ARRAY_METADATA = "array_metadatas"  # a folder of orbax, in that of the item
 
 HOST = object()
 
@@ -124,6 +125,9 @@ class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 
     async def async_save(self, directory: Any, args: "_Save") -> list[Any]:
         """Start to write, once the data is on the host, where it can no longer change."""
+        if jax.process_index() == 0 < jax.process_count() - 1:
+            # The others wait for this folder for ten minutes, even if process 0 fails before that.
+            Path(directory, _ARRAY_METADATA).mkdir(exist_ok=True)
         args.meet()  # process 0 has made the directory
         writes = await super().async_save(directory, args=args)
         self._finish = args.finish

@@ -288,6 +288,8 @@ def _opened(session: Session, directory: RunFiles, moved: Moved) -> Iterator[Non
         if isinstance(peers, Several):
             stack.enter_context(end_with_others(peers, hooks, moved))
         yield
+        if series is not None and not peers.is_alone:
+            series.wait_together()
 
 
 def _start_or_resume(
