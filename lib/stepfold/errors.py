@@ -8,8 +8,6 @@ generic handlers catch it. `refuse` raises most of them, so that their messages 
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from stepfold.tree import describe_value
-
 
 class StepfoldError(Exception):
     """Base class of all stepfold errors.
@@ -149,5 +147,9 @@ def refuse(
     ...
     stepfold.errors.ConfigError: steps: expected an integer of at least 1, got float 0.5; ...
     """
-    text = got if isinstance(got, str) else describe_value(got)
+    text = got
+    if not isinstance(got, str):
+        from stepfold.tree import describe_value  # lazy: imports jax
+
+        text = describe_value(got)
     raise kind(f"{argument}: expected {expected}, got {text}{advice and '; '}{advice}") from cause

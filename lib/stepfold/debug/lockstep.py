@@ -8,15 +8,18 @@ the first operation that is another one or has another value.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from typing import Any
 
 import jax
 import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.leaves import is_key
+from stepfold.checkpoint.restore import restore
 from stepfold.core.state import strengthen
+from stepfold.debug.result import StepDiff
+from stepfold.debug.run_files import RunFiles
 from stepfold.errors import DataError, refuse
 from stepfold.internals.jax import without_dead_code
 from stepfold.loop.data import DataPosition, reread
@@ -24,78 +27,55 @@ from stepfold.loop.replay.capsule import copy_arrays
 from stepfold.loop.replay.origin import inner_program, line_of, run_operations
 from stepfold.loop.step_runner import StepRunner
 
-
-class Program(NamedTuple):
-    """What a run executes: its step, its batches, and where these were at the checkpoint."""
-
-    step: Callable[[Any, Any], tuple[Any, Any]]
-    batches: Any
-    position: Any = None
-    skipped: Sequence[tuple[int, int]] = ()  # ranges of batches that the run went back from
+Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
-class StepDiff(NamedTuple):
-    """The first step after which the states of two programs differ.
+def replay_steps(
+    runs: Sequence[RunFiles],
+    state: Any,
+    programs: Sequence[tuple[Step, Any]],
+    start: int,
+    until: int,
+) -> StepDiff:
+    """Run the steps of both runs again, from the checkpoint that they share, or from the start.
 
-    Attributes:
-      step: its number, or None if no step differed.
-      leaves: the paths of the leaves that differ after it.
-      inputs: which of its inputs differ: `"batch"`, `"key"`, `"program"`.
-      batch: the arrays of the batch that differ, with the first row that does.
-      where: the first operation that differs, and its line; empty if the programs are equal.
-      replays: how often a step was run.
-      faulty: if no step differs, the runs whose checkpoint is not what their program computes, for
-        another reason than the program: other contents of the data then, or a fault of the
-        hardware.
+    `programs` are the step and the batches of each run, and `until` is the last step to run.
     """
-
-    step: int | None
-    leaves: Sequence[str] = ()
-    inputs: Sequence[str] = ()
-    batch: Sequence[str] = ()
-    where: str = ""
-    replays: int = 0
-    faulty: Sequence[str] = ()
-
-    def __str__(self) -> str:
-        if self.step is None:
-            text = f"no step differs in {self.replays} replays"
-            faulty = " and ".join(self.faulty)
-            return f"{text}; {faulty} has not saved what its steps compute" if faulty else text
-        parts = [f"step {self.step:,}: {' and '.join(self.inputs) or 'no input'} differs"]
-        parts += [*self.batch[:4], *([self.where] if self.where else [])]
-        return "; ".join(parts)
-
-
-def find_first_difference(
-    state: Any, start: int, until: int, first: Program, second: Program
-) -> tuple[StepDiff, Any]:
-    """Run two programs from the state after step `start`, at most to step `until`.
-
-    Also return the last state of the first program.
-
-    Raises:
-      DataError: if the batches end, or cannot be moved to their position at `start`.
-    """
-    states = [copy_arrays(strengthen(state)) for _ in range(2)]  # steps may donate them
-    runners = [StepRunner(program.step) for program in (first, second)]
+    positions, stores = [None, None], [run.checksums.location for run in runs if run.checksums]
+    if start:
+        restored = [restore(store, state, step=start, fall_back=False) for store in stores]
+        positions, state = [each.data for each in restored], restored[0].state
+    elif runs[0].key != runs[1].key:
+        return StepDiff(1, ["key"], ["key"])
+    elif any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+        expected = "the state that both runs started with, since they share no checkpoint"
+        refuse("state", expected, "an abstract one")
+    states = [copy_arrays(strengthen(state)) for _ in runs]  # steps may donate them
+    steps = [step for step, _ in programs]
+    runners = [StepRunner(step) for step in steps]
     with ExitStack() as stack:
+        moved = zip(programs, runs, positions, strict=True)
+        moves = [_moved(each, run, at, start) for (_, each), run, at in moved]
         # One object cannot be at two positions, so it is read once for both runs.
-        is_shared = first.batches is second.batches
-        sources = [stack.enter_context(_moved(first, start))]
-        sources += [] if is_shared else [stack.enter_context(_moved(second, start))]
+        is_shared = programs[0][1] is programs[1][1]
+        sources = [stack.enter_context(move) for move in moves[: 2 - is_shared]]
         for number in range(start + 1, until + 1):
-            pulled = [copy_arrays(_pull(source, number)) for source in sources]
-            batches = pulled * 2 if is_shared else pulled
+            batches = [copy_arrays(_pull(source, number)) for source in sources]
+            batches *= 1 + is_shared
             before = copy_arrays(states[0])
             states = [
-                runner(one, [copy_arrays(batch)])[0]
-                for runner, one, batch in zip(runners, states, batches, strict=True)
+                run(one, [copy_arrays(batch)])[0]
+                for run, one, batch in zip(runners, states, batches, strict=True)
             ]
             if leaves := different_leaves(*states):
-                found = _explain(number, leaves, before, batches, first.step, second.step)
-                return found._replace(replays=found.replays + 2 * (number - start)), states[0]
-    return StepDiff(None, replays=2 * (until - start)), states[0]
+                found = _explain(number, leaves, before, batches, steps)
+                return found._replace(replays=found.replays + 2 * (number - start))
+    faulty = []
+    for run in runs:
+        if run.checksums is not None and until in run.checksums.steps:
+            saved = restore(run.checksums.location, states[0], step=until, fall_back=False).state
+            faulty += [run.name] if different_leaves(states[0], saved) else []
+    return StepDiff(None, replays=2 * (until - start), faulty=faulty)
 
 
 def different_leaves(a: Any, b: Any) -> list[str]:
@@ -112,34 +92,20 @@ def _is_same(a: Any, b: Any) -> bool:
     return bool(a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes())
 
 
-def _moved(program: Program, start: int) -> Any:
+def _moved(batches: Any, run: RunFiles, position: Any, start: int) -> Any:
     """Move the batches of a run to the batch after step `start`; they return when it closes."""
-    batches = program.batches
-    done = {*(getattr(batches, "skipped", None) or ())}
-    if not {*map(tuple, program.skipped)} <= done:
+    if not {*run.skipped} <= {*map(tuple, getattr(batches, "skipped", None) or ())}:
         if not hasattr(batches, "without"):
-            expected = f"some that skip {[*program.skipped]}, as the run did"
+            expected = f"some that skip {run.skipped}, as the run did"
             refuse("batches", expected, batches, "give sf.batches(data, …)")
-        batches = batches.without(program.skipped)
-    if program.position is None and not isinstance(batches, list | tuple):
-        return _read_from_start(batches, start)
-    return reread(batches, DataPosition(start, program.position), 0)
-
-
-@contextmanager
-def _read_from_start(batches: Any, start: int) -> Iterator[Iterator[Any]]:
-    """Read new batches, whose position at the start of the run no checkpoint has."""
-    before = batches.get_state() if hasattr(batches, "get_state") else None
-    step = before.get("step") if isinstance(before, Mapping) else None
-    if step not in (None, start):
-        refuse(
-            "batches", f"those of a run at step {start}", f"some at step {step}", "make new ones"
-        )
-    try:
-        yield iter(batches)
-    finally:
-        if before is not None:
-            batches.set_state(before)
+        batches = batches.without(run.skipped)
+    if position is None and hasattr(batches, "get_state"):  # those of a run that begins
+        position = batches.get_state()
+        step = position.get("step") if isinstance(position, Mapping) else None
+        if step not in (None, start):
+            expected, got = f"those of a run at step {start}", f"some at step {step}"
+            refuse("batches", expected, got, "make new ones")
+    return reread(batches, DataPosition(start, position), 0)
 
 
 def _pull(source: Iterator[Any], number: int) -> Any:
@@ -150,22 +116,21 @@ def _pull(source: Iterator[Any], number: int) -> Any:
 
 
 def _explain(
-    number: int, leaves: list[str], state: Any, batches: Sequence[Any], step: Any, other: Any
+    number: int, leaves: list[str], state: Any, batches: Sequence[Any], steps: Sequence[Step]
 ) -> StepDiff:
     """Say which inputs of a step differ, and where its programs do."""
     names = different_leaves(*batches)
     batch = [_describe_rows(name, *batches) for name in names]
     inputs = ["batch"] if names else []
     where, replays = "", 0
-    if step is not other:
+    if steps[0] is not steps[1]:
         first, second = (
-            StepRunner(each)(copy_arrays(state), [copy_arrays(batches[0])])[0]
-            for each in (step, other)
+            StepRunner(step)(copy_arrays(state), [copy_arrays(batches[0])])[0] for step in steps
         )
         replays = 2
         if different_leaves(first, second):
             inputs.append("program")
-            where = find_operation(step, other, state, batches[0])
+            where = find_operation(steps, state, batches[0])
     return StepDiff(number, leaves, inputs, batch, where, replays)
 
 
@@ -184,10 +149,10 @@ def _describe_rows(name: str, a: Any, b: Any) -> str:
 # Operations
 
 
-def find_operation(step: Any, other: Any, state: Any, batch: Any) -> str:
+def find_operation(steps: Sequence[Step], state: Any, batch: Any) -> str:
     """Describe the first operation of two programs whose value differs for equal arguments."""
     try:
-        programs = [_trace(each, state, batch) for each in (step, other)]
+        programs = [_trace(each, state, batch) for each in steps]
         arguments = jax.tree.leaves((state, batch))
         found = _compare(
             [jaxpr for jaxpr, _ in programs], [c for _, c in programs], [arguments] * 2

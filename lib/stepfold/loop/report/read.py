@@ -12,11 +12,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from stepfold.checkpoint.store import open_store
 from stepfold.core.validation import is_url
 from stepfold.errors import CheckpointError, DataError, refuse
 from stepfold.loop.json_files import open_regular, parse_json
-from stepfold.loop.run_info import read_run_info
 
 _ENTRIES = 1000  # of a folder in which runs are looked for
 _SIBLINGS = 7  # at most; the latest
@@ -59,6 +57,9 @@ class Run(NamedTuple):
 
 def read_run(path: Path, *, remote: bool = True) -> Run:
     """Read a run from its directory; `remote` reads checkpoints in object storage as well."""
+    from stepfold.checkpoint.store import open_store  # lazy: imports jax
+    from stepfold.loop.run_info import read_run_info
+
     curves, hparams, damaged_lines = read_metrics(path / "metrics.jsonl")
     saved: list[SavedStep] = []
     run = Run(path, read_run_info(path), curves, hparams, saved, damaged_lines)

@@ -1,0 +1,173 @@
+"""What a comparison of two runs has found, as a value, as text and as JSON."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Cause(NamedTuple):
+    """Something in which two runs differ.
+
+    Attributes:
+      kind: the section of `run.json` that differs: `"config"`, `"arguments"`, `"batches"`,
+        `"versions"`, `"devices"`, `"mesh"`, `"seed"`, `"parameters"`, or `"program"`; or `"note"`,
+        for what happened in one of the runs. If none of them explains a difference, what the files
+        do not show is inferred: `"data"`, `"hardware"`, `"compiler"`, `"code"` or `"metric"`.
+      what: a sentence for people.
+      since: the step after which it may have an effect.
+    """
+
+    kind: str
+    what: str
+    since: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what}"
+
+
+class StepDiff(NamedTuple):
+    """The first step after which the states of two programs differ.
+
+    Attributes:
+      step: its number, or None if no step differed.
+      leaves: the paths of the leaves that differ after it.
+      inputs: which of its inputs differ: `"batch"`, `"key"`, `"program"`.
+      batch: the arrays of the batch that differ, with the first row that does.
+      where: the first operation that differs, and its line; empty if the programs are equal.
+      replays: how many steps were run.
+      faulty: if no step differs, the runs whose checkpoint is not what their program computes, for
+        another reason than the program: other contents of the data then, or a fault of the
+        hardware.
+    """
+
+    step: int | None
+    leaves: Sequence[str] = ()
+    inputs: Sequence[str] = ()
+    batch: Sequence[str] = ()
+    where: str = ""
+    replays: int = 0
+    faulty: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        if self.step is None:
+            text = f"no step differs in {self.replays} replays"
+            faulty = " and ".join(self.faulty)
+            return f"{text}; {faulty} has not saved what its steps compute" if faulty else text
+        parts = [f"step {self.step:,}: {' and '.join(self.inputs) or 'no input'} differs"]
+        return "; ".join([*parts, *self.batch[:4], *([self.where] if self.where else [])])
+
+
+class RunDiff(NamedTuple):
+    """Where two runs part, and what may be the cause.
+
+    Attributes:
+      runs: the runs that were compared.
+      steps: the number of steps that each has done.
+      differs_at: the step after which the files show the first difference, or None.
+      equal_until: the last checkpoint before the first that differs, or 0.
+      checkpoint: the first checkpoint that differs, or None.
+      leaves: the paths of the leaves that differ in it.
+      row: the step of the first row of metrics that differs, or None.
+      rows: both values of each metric that differs in that row.
+      growth: relative differences of one metric by step, from the first row that differs.
+      causes: what may have made them part, the most likely first.
+      others: in what else they differ, without an effect on the steps that they share.
+      equal: in what they do not differ.
+      compared: the number of `"rows"`, of `"checkpoints"` and of `"leaves"` of a checkpoint that
+        were compared, and the last step that was (`"until"`).
+      missing: what could not be compared, and why.
+      replayed: what running the steps again has found, if `diff` got a step.
+    """
+
+    runs: tuple[str, str]
+    steps: tuple[int, int]
+    differs_at: int | None
+    equal_until: int
+    checkpoint: int | None
+    leaves: Sequence[str]
+    row: int | None
+    rows: Mapping[str, tuple[float, float]]
+    growth: Mapping[int, float]
+    causes: Sequence[Cause]
+    others: Sequence[str]
+    equal: Sequence[str]
+    compared: Mapping[str, int]
+    missing: Sequence[str]
+    replayed: StepDiff | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The first step that differs: of the replay if there is one, or else `differs_at`."""
+        return (self.replayed and self.replayed.step) or self.differs_at
+
+    @property
+    def leaf(self) -> str | None:
+        """The first leaf that differs."""
+        return next(iter((self.replayed and self.replayed.leaves) or self.leaves), None)
+
+    @property
+    def cause(self) -> Cause | None:
+        """The most likely cause."""
+        return next(iter(self.causes), None)
+
+    @property
+    def is_equal(self) -> bool | None:
+        """Whether the runs are equal; None if they could not be compared up to their ends."""
+        if self.differs_at is not None:
+            return False
+        has_compared = self.compared["rows"] or self.compared["checkpoints"]
+        is_whole = self.steps[0] == self.steps[1] == self.compared["until"]
+        return True if has_compared and is_whole else None
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the command: 0 if they are equal, 1 if not, 2 if that is unknown."""
+        return {True: 0, False: 1, None: 2}[self.is_equal]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as plain values."""
+        plain = self._asdict() | {"causes": [each._asdict() for each in self.causes]}
+        plain |= {name: getattr(self, name) for name in ("step", "leaf", "is_equal")}
+        return plain | {"replayed": self.replayed and self.replayed._asdict()}
+
+    def __str__(self) -> str:
+        lines = (f"  {name:10}{text}" for name, text in _lines(self))
+        return "\n".join([_headline(self), *lines])
+
+
+def _headline(found: RunDiff) -> str:
+    if found.is_equal:
+        return f"equal up to step {found.steps[0]:,}, the last of both"
+    if found.differs_at is None:
+        ends = f"the runs end at steps {found.steps[0]:,} and {found.steps[1]:,}"
+        return (
+            f"no difference up to step {found.compared['until']:,}, and no more to compare: {ends}"
+        )
+    where = f"step {found.step:,}"
+    if found.step == found.differs_at > found.equal_until + 1:
+        where = f"after step {found.equal_until:,}, at the latest in {where}"
+    return f"first difference: {where} of {min(found.steps):,}"
+
+
+def _lines(found: RunDiff) -> Iterator[tuple[str, str]]:
+    count = found.compared
+    if found.leaves:
+        more = f" and {len(found.leaves) - 1:,} more" if len(found.leaves) > 1 else ""
+        of = f"{len(found.leaves):,} of {count['leaves']:,} leaves"
+        yield "where", f"{found.leaves[0]}{more}, {of} at step {found.checkpoint:,}"
+    if found.row is not None:
+        values = [f"{n} {a:.7g} -> {b:.7g}" for n, (a, b) in [*found.rows.items()][:3]]
+        is_alone = found.row <= found.equal_until
+        states = f"; the states are equal up to step {found.equal_until:,}" if is_alone else ""
+        yield "metrics", f"{', '.join(values)} at step {found.row:,}{states}"
+        points = [f"{step:,}: {value:.1e}" for step, value in found.growth.items()]
+        yield "grows", f"relative, at step {', '.join(points)}"
+    if found.replayed is not None:
+        yield "replayed", str(found.replayed)
+    yield from (("cause", str(cause)) for cause in found.causes)
+    if found.others:
+        yield "others", "; ".join(found.others)
+    if found.equal:
+        yield "equal", " · ".join(found.equal)
+    leaves = f"{count['leaves']:,} leaves in each of {count['checkpoints']:,} checkpoints"
+    yield "compared", f"{count['rows']:,} rows of metrics, {leaves}"
+    yield from (("missing", each) for each in found.missing)

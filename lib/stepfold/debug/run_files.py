@@ -1,0 +1,203 @@
+"""Read what the files of a run say, without jax and without arrays.
+
+What is missing or damaged becomes a sentence, so that the rest can be compared.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from stepfold.checkpoint.checksum_line import without_checksum
+from stepfold.core.validation import absolute_path, is_url
+from stepfold.errors import StepfoldError, refuse
+from stepfold.loop.json_files import open_regular, parse_json
+from stepfold.loop.report.read import Curve, read_curves
+
+_SECTIONS = ("config", "arguments", "versions", "devices", "mesh", "seed", "parameters")
+_STEP = re.compile(r"(0|[1-9]\d*)(\.commit|(?:/state/leaves-0\.json)?)")
+
+
+class Files:
+    """Files below a directory or a URL."""
+
+    def __init__(self, location: str) -> None:
+        self.location, self._bucket = location, None
+        if is_url(location):
+            from stepfold.object_storage import Bucket  # lazy: imports tensorstore
+
+            self._bucket = Bucket(location)
+
+    def read(self, name: str) -> bytes | None:
+        """Read a file; None if it is missing."""
+        if self._bucket is not None:
+            return self._bucket.read(name)
+        try:
+            with open_regular(Path(self.location, name)) as file:
+                return file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def names(self) -> list[str]:
+        """List the names that begin with a digit, and others if it costs nothing."""
+        if self._bucket is not None:
+            return [name for digit in "0123456789" for name in self._bucket.list_names(digit)]
+        return os.listdir(self.location) if os.path.isdir(self.location) else []
+
+
+class Checksums:
+    """The checksums of a series of checkpoints."""
+
+    def __init__(self, files: Files) -> None:
+        self.location, self._files = files.location, files
+        found = filter(None, map(_STEP.fullmatch, files.names()))
+        self._names = {
+            int(each[1]): each[1] + (each[2] or "/state/leaves-0.json") for each in found
+        }
+        self.steps = sorted(self._names)
+
+    def read(self, step: int) -> dict[str, dict[Any, Any]]:
+        """Return the form of each leaf, and the checksums of its shards by their regions.
+
+        Raises what `_converted` converts if the step is damaged.
+        """
+        first = self._decode(self._names[step])
+        if "manifests" in first:  # the commit of a save to object storage
+            names = [f"{first['folder']}{i}.json" for i in range(len(first["manifests"]))]
+            processes = [*map(self._decode, names)]
+        else:
+            others = range(1, first["processes"])
+            processes = [first, *(self._decode(f"{step}/state/leaves-{i}.json") for i in others)]
+        leaves: dict[str, dict[Any, Any]] = {
+            name: {"form": form} for name, form in processes[0]["leaves"].items()
+        }
+        for process in processes:
+            for name, region, checksum in process["shards"]:
+                leaves[name][tuple(map(tuple, region))] = checksum
+        return leaves
+
+    def _decode(self, name: str) -> Any:
+        if (content := self._files.read(name)) is None:
+            raise ValueError(f"{name} is missing")
+        if (text := without_checksum(content)) is None:
+            raise ValueError(f"{name} is damaged")
+        return json.loads(text)
+
+
+class RunFiles:
+    """What the files of a run say.
+
+    Attributes:
+      name: the run as the user names it.
+      curves: its metrics.
+      checksums: its checkpoints, or None.
+      timeline: its settings by the step from which on they hold, empty if they are unknown.
+      notes: what happened in it, as steps and sentences.
+      skipped: ranges of batches that it has skipped where it went back.
+      key: the numbers of its first key.
+      step: the number of steps that it has done.
+      missing: sentences on what is missing or damaged.
+    """
+
+    def __init__(self, run: str | os.PathLike[str]) -> None:
+        self.name, self.missing = str(run), list[str]()
+        location = self.name if is_url(self.name) else str(absolute_path("run", run))
+        if not is_url(location) and not Path(location).is_dir():
+            kind = "a file" if Path(location).exists() else "a path that does not exist"
+            refuse(self.name, "the directory of a run", kind, "check the path")
+        files, attempts, settings = Files(location), list[Any](), None
+        self.timeline: list[tuple[int, dict[str, Any]]] = []
+        self.notes: list[tuple[int, str]] = []
+        self.skipped: list[tuple[int, int]] = []
+        self.curves: Mapping[str, Curve] = {}
+        self.checksums: Checksums | None = None
+        self.key: Any = None
+        with self._converted("run.json", self.missing):
+            info = parse_json(files.read("run.json") or b"null")
+            if info is None:
+                raise ValueError("there is none")
+            self.timeline, self.notes = [*_timeline(info)][::-1], [*_notes(info)]
+            self.skipped = [(*note["skipped"],) for note in info.get("rollbacks") or ()]
+            self.key = (info.get("seed") or {}).get("key")
+            attempts = info.get("attempts") or []
+            settings = (info.get("arguments") or {}).get("checkpoints")
+            if attempts and attempts[-1].get("ended") is None:
+                self.missing.append(f"{self.name}: its end: it is running, or was killed")
+        with self._converted("metrics.jsonl", self.missing):
+            self.curves, damaged = read_curves(BytesIO(files.read("metrics.jsonl") or b""))
+            if damaged or not self.curves:
+                raise ValueError(f"{damaged} damaged lines" if damaged else "there are no rows")
+        with self._converted("checkpoints", self.missing):
+            directory = (settings or {}).get("directory") or "checkpoints"
+            places = [files]  # the directory of a run, or that of a series itself
+            if is_url(directory) or not is_url(location):
+                below = directory if is_url(directory) else os.path.join(location, directory)
+                places.insert(0, Files(below))
+            series = map(Checksums, places)
+            self.checksums = next((each for each in series if each.steps), None)
+            if self.checksums is None:
+                raise ValueError("there are none")
+        if not (self.timeline or self.curves or self.checksums):
+            expected = "a run with run.json, metrics.jsonl or checkpoints"
+            refuse(self.name, expected, "; ".join(self.missing), "give a run_dir of fit")
+        done = [attempt["to"] for attempt in attempts[-1:]]
+        done += [int(curve.steps[-1]) for curve in self.curves.values() if len(curve.steps)]
+        self.step = max([*done, *(self.checksums.steps if self.checksums else ())], default=0)
+
+    def read_checkpoint(self, step: int) -> dict[str, dict[Any, Any]] | str:
+        """Return the checksums of a checkpoint, or what is wrong with it."""
+        problems = list[str]()
+        with self._converted(f"checkpoint of step {step}", problems):
+            return self.checksums.read(step) if self.checksums else {}
+        return problems[0]
+
+    @contextmanager
+    def _converted(self, what: str, missing: list[str]) -> Iterator[None]:
+        """Convert the errors of damaged files to sentences."""
+        try:
+            yield
+        except (StepfoldError, OSError, ValueError) as error:
+            missing.append(f"{self.name}: {what}: {error}")
+        except (LookupError, TypeError, AttributeError) as error:  # JSON of another form
+            missing.append(f"{self.name}: {what}: it is damaged: {error!r}")
+
+
+def _timeline(info: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the settings of a run and the step from which on they hold, the newest first.
+
+    `run.json` has those of the newest attempt, and each attempt what it has changed.
+    """
+    facts = dict(_flatten({name: info.get(name) for name in _SECTIONS}))
+    first = None
+    for attempt in reversed(info.get("attempts") or [{"from": 0}]):
+        compiled = (attempt.get("compiled") or {}).get("steps") or ()
+        programs = [each["program"] for each in compiled if each.get("program")]
+        # A later attempt that began at an earlier step has replaced this one.
+        if first is None or attempt["from"] < first:
+            first = attempt["from"]
+            yield first, facts | ({"program/of the step": programs} if programs else {})
+        changes = {
+            f"config/{name}": pair for name, pair in attempt.get("config_changes", {}).items()
+        }
+        changes |= attempt.get("changes", {})
+        facts = facts | dict(_flatten({name: old for name, (old, _) in changes.items()}))
+
+
+def _flatten(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of `run.json` by their paths; what decides the batches is a section."""
+    if isinstance(node, dict) and node:
+        for name, inner in node.items():
+            yield from _flatten(inner, f"{path}/{name}" if path else name)
+    elif path != "seed/batches":  # it is among the settings of the batches too
+        yield path.removeprefix("arguments/" if "/batches/" in path else ""), node
+
+
+def _notes(info: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    for step, why, *kind in info.get("replacements") or ():
+        yield step, f"{'changed weights' if kind else 'replaced the state'}: {why}"
+    for note in info.get("rollbacks") or ():
+        yield note["to"], f"went back to here: {note['why']}; skipped {note['skipped']}"
