@@ -17,7 +17,7 @@ from stepfold.core.validation import read_positive
 from stepfold.debug.result import Cause, RunDiff
 from stepfold.debug.run_files import RunFiles
 from stepfold.errors import refuse
-from stepfold.loop.report.read import Curve
+from stepfold.loop.report.read import relative_difference, shared_rows
 
 # Metrics of the machine, which differ between two runs of one program.
 _MEASURED = ("throughput/", "memory/")
@@ -156,27 +156,6 @@ def _compare_metrics(first: RunFiles, second: RunFiles, rtol: float) -> _Rows:
     relative = relative_difference(*both)
     growth = {int(steps[index]): float(relative[index]) for index in points}
     return _Rows(row, values, growth, len(compared), until)
-
-
-def shared_rows(name: str, a: Curve, b: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the steps of rows that mean the same in both runs, and their values.
-
-    A metric of train steps is a mean over the steps since the previous row.
-    """
-    last = [np.append(np.diff(each.steps) != 0, [True] * (len(each.steps) > 0)) for each in (a, b)]
-    a, b = (Curve(x.steps[kept], x.values[kept]) for x, kept in zip((a, b), last, strict=True))
-    steps, at, other = np.intersect1d(a.steps, b.steps, return_indices=True)
-    if name.startswith("train/"):
-        is_same = np.append(-1, a.steps)[at] == np.append(-1, b.steps)[other]
-        steps, at, other = steps[is_same], at[is_same], other[is_same]
-    return steps, a.values[at], b.values[other]
-
-
-def relative_difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the difference relative to the larger value; NaN if one of them is not finite."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        relative: np.ndarray = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
-    return np.where(a == b, 0.0, relative)
 
 
 # Checkpoints

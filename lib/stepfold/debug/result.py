@@ -1,5 +1,6 @@
 """What a comparison of two runs has found, as a value, as text and as JSON."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -124,10 +125,12 @@ class RunDiff(NamedTuple):
         return {True: 0, False: 1, None: 2}[self.is_equal]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as plain values."""
+        """Return the result as what JSON can hold, with NaN and inf as text."""
         plain = self._asdict() | {"causes": [each._asdict() for each in self.causes]}
         plain |= {name: getattr(self, name) for name in ("step", "leaf", "is_equal")}
-        return plain | {"replayed": self.replayed and self.replayed._asdict()}
+        plain |= {"replayed": self.replayed and self.replayed._asdict()}
+        found: dict[str, Any] = json.loads(json.dumps(plain), parse_constant=str)
+        return found
 
     def __str__(self) -> str:
         lines = (f"  {name:10}{text}" for name, text in _lines(self))

@@ -98,6 +98,7 @@ class RunFiles:
       timeline: its settings by the step from which on they hold, empty if they are unknown.
       notes: what happened in it, as steps and sentences.
       skipped: ranges of batches that it has skipped where it went back.
+      config: what `fit` got.
       key: the numbers of its first key.
       step: the number of steps that it has done.
       missing: sentences on what is missing or damaged.
@@ -115,13 +116,14 @@ class RunFiles:
         self.skipped: list[tuple[int, int]] = []
         self.curves: Mapping[str, Curve] = {}
         self.checksums: Checksums | None = None
-        self.key: Any = None
+        self.config = self.key = None
         with self._converted("run.json", self.missing):
             info = parse_json(files.read("run.json") or b"null")
             if info is None:
                 raise ValueError("there is none")
             self.timeline, self.notes = [*_timeline(info)][::-1], [*_notes(info)]
             self.skipped = [(*note["skipped"],) for note in info.get("rollbacks") or ()]
+            self.config = info.get("config")
             self.key = (info.get("seed") or {}).get("key")
             attempts = info.get("attempts") or []
             settings = (info.get("arguments") or {}).get("checkpoints")
@@ -143,7 +145,7 @@ class RunFiles:
                 raise ValueError("there are none")
         if not (self.timeline or self.curves or self.checksums):
             expected = "a run with run.json, metrics.jsonl or checkpoints"
-            refuse(self.name, expected, "; ".join(self.missing), "give a run_dir of fit")
+            refuse(self.name, expected, "none of them", "give a run_dir of fit")
         done = [attempt["to"] for attempt in attempts[-1:]]
         done += [int(curve.steps[-1]) for curve in self.curves.values() if len(curve.steps)]
         self.step = max([*done, *(self.checksums.steps if self.checksums else ())], default=0)

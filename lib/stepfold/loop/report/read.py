@@ -199,6 +199,27 @@ def siblings(run: Path) -> list[Path]:
     return sorted(sorted(times, key=times.__getitem__)[-_SIBLINGS:])
 
 
+def shared_rows(name: str, a: Curve, b: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the steps of rows that mean the same in both runs, and their values.
+
+    A metric of train steps is a mean over the steps since the previous row.
+    """
+    last = [np.append(np.diff(each.steps) != 0, [True] * (len(each.steps) > 0)) for each in (a, b)]
+    a, b = (Curve(x.steps[kept], x.values[kept]) for x, kept in zip((a, b), last, strict=True))
+    steps, at, other = np.intersect1d(a.steps, b.steps, return_indices=True)
+    if name.startswith("train/"):
+        is_same = np.append(-1, a.steps)[at] == np.append(-1, b.steps)[other]
+        steps, at, other = steps[is_same], at[is_same], other[is_same]
+    return steps, a.values[at], b.values[other]
+
+
+def relative_difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the difference relative to the larger value; NaN if one of them is not finite."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        relative: np.ndarray = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
+    return np.where(a == b, 0.0, relative)
+
+
 def thin(curve: Curve, columns: int, span: tuple[float, float]) -> Curve:
     """Keep the minimum, maximum and first NaN or inf of each pixel column; `span` is in steps."""
     if len(curve.steps) <= 2 * columns:
