@@ -152,7 +152,7 @@ def first_use(row):
 
 def test_equal_runs_have_no_difference(first, tmp_path):
     found = diff(first, train(tmp_path / "b"))
-    assert (found.differs_at, found.equal_until, found.missing) == (None, 60, [])
+    assert (found.step, found.equal_until, found.missing) == (None, 60, [])
     assert {"config", "batches", "seed", "versions", "devices", "program"} <= {*found.equal}
     assert found.compared == {"rows": 6, "checkpoints": 3, "leaves": 9, "until": 60}
     assert str(found).startswith("equal up to step 60, the last of both\n")
@@ -178,7 +178,7 @@ def test_a_resume_that_changes_nothing_makes_no_difference(first, tmp_path):
     train(tmp_path / "b", 40)
     train(tmp_path / "b")
     found = diff(first, tmp_path / "b")
-    assert (found.differs_at, found.equal_until) == (None, 60)
+    assert (found.step, found.equal_until) == (None, 60)
 
 
 def test_another_version_is_named(copy, first):
@@ -193,21 +193,21 @@ def test_another_version_is_named(copy, first):
 @pytest.mark.full
 def test_runs_on_other_meshes_compare_rows(first, tmp_path):
     found = diff(first, train(tmp_path / "b", mesh=sf.make_mesh((-1,), ("data",))))
-    assert any(cause.kind == "mesh" for cause in found.causes) or found.differs_at is None
-    assert diff(first, tmp_path / "b", rtol=1e-3).differs_at is None
+    assert any(cause.kind == "mesh" for cause in found.causes) or found.step is None
+    assert diff(first, tmp_path / "b", rtol=1e-3).step is None
 
 
 def test_other_log_points_and_hooks_compare_by_what_they_share(first, tmp_path):
     found = diff(first, train(tmp_path / "b", log_every=7, hooks=[sf.throughput()]))
-    assert (found.differs_at, found.equal_until) == (None, 60)  # by checkpoints
+    assert (found.step, found.equal_until) == (None, 60)  # by checkpoints
     assert any("log_every" in other for other in found.others)
 
 
 def test_rtol_finds_the_first_step_beyond_it_and_the_growth(first, tmp_path):
     other = train(tmp_path / "b", rate=1.0001e-2)
     exact, close = diff(first, other), diff(first, other, rtol=1e-4)
-    assert exact.differs_at <= 20
-    assert close.differs_at is None or close.differs_at > exact.differs_at
+    assert exact.step <= 20
+    assert close.step is None or close.step > exact.step
     assert all(0 <= value < 1e-2 for value in exact.growth.values())
     assert close.checkpoint is None
     with pytest.raises(ConfigError, match="rtol"):
@@ -217,7 +217,7 @@ def test_rtol_finds_the_first_step_beyond_it_and_the_growth(first, tmp_path):
 def test_another_order_of_arguments_says_the_same(first, tmp_path):
     other = train(tmp_path / "b", seed=3)
     forward, backward = diff(first, other), diff(other, first)
-    assert forward.differs_at == backward.differs_at
+    assert forward.step == backward.step
     assert [*forward.leaves] == [*backward.leaves]
     assert "batches: seed 3 -> 0" in map(str, backward.causes)
 
@@ -266,7 +266,7 @@ def test_runs_that_share_nothing_are_not_equal(copy, first):
     lines = [json.dumps({**row, "step": row["step"] - 5}) for row in rows]
     (copy / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     found = diff(first, copy)
-    assert (found.is_equal, found.exit_code, found.differs_at) == (None, 2, None)
+    assert (found.is_equal, found.exit_code, found.step) == (None, 2, None)
     assert found.compared["rows"] == 0
     assert str(found).startswith("no difference up to step 0, and no more to compare")
 
@@ -292,7 +292,7 @@ def test_a_run_that_is_running_is_compared_up_to_there(copy, first):
     with (copy / "metrics.jsonl").open("a") as file:
         file.write('{"step": 70, "train/lo')
     found = diff(first, copy)
-    assert found.differs_at is None
+    assert found.step is None
     assert any("it is running, or was killed" in text for text in found.missing)
 
 
@@ -302,7 +302,7 @@ def test_metrics_that_differ_alone_say_so(copy, first):
     rows[1]["train/loss"] += 0.5
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = diff(first, copy)
-    assert (found.differs_at, found.checkpoint, found.equal_until) == (20, None, 60)
+    assert (found.step, found.checkpoint, found.equal_until) == (20, None, 60)
     assert kinds(found) == {"metric"}
     old, new = found.rows["train/loss"]
     assert new == old + 0.5
@@ -428,7 +428,7 @@ def test_the_command_runs_the_steps_of_a_script_again(first, tmp_path, capsys):
     assert main(["diff", str(first), str(other), "--replay", f"{tmp_path}/train.py:make"]) == 1
     printed = capsys.readouterr().out
     assert printed.startswith("first difference: step 1 of 60\n")
-    assert "replayed  step 1: program differs; mul at " in printed
+    assert "  cause     program: mul at " in printed
     assert main(["diff", str(first), str(other), "--replay", f"{tmp_path}/train.py:made"]) == 2
     assert "did you mean 'make'?" in capsys.readouterr().err
 
@@ -461,7 +461,12 @@ def diff_again(first, other, **changes):
     given = {"step": step, "batches": batches, "state": new_state()}
     if changes:
         given |= {"step_b": step_b, "batches_b": batches_b}
-    return diff(first, other, **given).replayed
+    return diff(first, other, **given)
+
+
+def faulty(found):
+    """Return the runs that have not saved what their programs compute."""
+    return [each.what.partition(" has not ")[0] for each in found.causes if each.kind == "fault"]
 
 
 @pytest.mark.parametrize("row", [11, 70])
@@ -469,32 +474,33 @@ def test_a_changed_value_is_found_in_its_step_and_row(first, tmp_path, row):
     data = changed(row, 3.0)
     found = diff_again(first, train(tmp_path / "b", data=data), data=data)
     assert found.step == first_use(row)
-    assert found.inputs == ["batch"]
     batches = sf.batches({"row": np.arange(ROWS)}, 8, seed=0)
     rows = [next(batches)["row"] for _ in range(found.step)][-1]
-    assert found.batch == [f"y: row {[*rows].index(row)}".join(["batch/", ""])]
+    assert str(found.cause) == f"batch: batch/y: row {[*rows].index(row)}"
+    assert (found.equal_until, found.replays) == (found.step - 1, 2 * found.step % 40 or 40)
+    assert str(found).startswith(f"first difference: step {found.step} of 60\n")
 
 
 def test_another_line_of_the_loss_is_named(first, tmp_path):
     other = train(tmp_path / "b", loss=scaled_loss_fn)
     found = diff_again(first, other, loss=scaled_loss_fn)
-    assert (found.step, found.inputs) == (1, ["program"])
+    assert (found.step, found.cause.kind) == (1, "program")
     line = scaled_loss_fn.__code__.co_firstlineno + 2
-    assert f"test_diff.py:{line} (scaled_loss_fn)" in found.where
+    assert f"test_diff.py:{line} (scaled_loss_fn)" in found.cause.what
 
 
 @pytest.mark.full
 def test_another_constant_of_the_optimizer_is_named(first, tmp_path):
     found = diff_again(first, train(tmp_path / "b", rate=2e-2), rate=2e-2)
-    assert (found.step, found.inputs) == (1, ["program"])
-    assert "mul at" in found.where
+    assert (found.step, found.cause.kind) == (1, "program")
+    assert "mul at" in found.cause.what
 
 
 @pytest.mark.full
 def test_more_metrics_are_no_difference_of_the_program(first, tmp_path):
     other = train(tmp_path / "b", loss=other_loss_fn)
     found = diff(first, other)
-    assert found.differs_at is None
+    assert found.step is None
     assert any("program" in each for each in found.others)
 
 
@@ -502,14 +508,15 @@ def test_more_metrics_are_no_difference_of_the_program(first, tmp_path):
 def test_a_fault_is_of_the_run_that_has_it(first, tmp_path, step):
     other = train(tmp_path / "b", hooks=[FlippedBit(step)])
     found = diff_again(first, other)
-    assert (found.step, [*found.faulty]) == (None, [str(other)])
+    assert faulty(found) == [str(other)]
     assert found.replays == 40  # of both runs, from step 20 to 40
-    assert [*diff_again(other, first).faulty] == [str(other)]
+    assert faulty(diff_again(other, first)) == [str(other)]
 
 
 @pytest.mark.full
 def test_another_key_is_named(first, tmp_path):
-    assert diff_again(first, train(tmp_path / "b", key=1)).inputs == ["key"]
+    found = diff_again(first, train(tmp_path / "b", key=1))
+    assert (found.cause.kind, found.step) == ("key", 1)
 
 
 def test_batches_return_to_their_position(first, tmp_path):
@@ -518,7 +525,7 @@ def test_batches_return_to_their_position(first, tmp_path):
     next(batches)
     before = batches.get_state()
     found = diff(first, other, step=step, batches=batches, state=new_state())
-    assert [*found.replayed.faulty] == [str(other)]
+    assert faulty(found) == [str(other)]
     assert batches.get_state() == before
 
 
@@ -527,7 +534,7 @@ def test_batches_of_runs_without_a_shared_checkpoint_have_to_be_new(first, tmp_p
     (step, batches), (_, batches_b) = program(), program(seed=1)
     given = {"step": step, "batches_b": batches_b, "state": new_state()}
     found = diff(first, other, batches=batches, **given)
-    assert (found.replayed.step, found.replayed.inputs) == (1, ["batch"])
+    assert (found.step, found.cause.kind) == (1, "batch")
     next(batches)
     with pytest.raises(ConfigError, match="expected those of a run at step 0, got some at step 1"):
         diff(first, other, batches=batches, **given)

@@ -275,8 +275,8 @@ def check(found, planted, first, folders):
     assert (found.is_equal, found.exit_code) == (False, 1)
     saved = sorted({*range(EVERY, STEPS + 1, EVERY)})
     assert found.equal_until == max([0, *(step for step in saved if step < first)])
-    assert found.equal_until < first <= found.differs_at
-    assert found.differs_at <= min(step for step in saved if step >= first)
+    assert found.equal_until < first <= found.step
+    assert found.step <= min(step for step in saved if step >= first)
     assert found.checkpoint == min(step for step in saved if step >= first)
     one, other = (saved_leaves(folder, found.checkpoint) for folder in folders)
     assert {*found.leaves} == {name for name in one if one[name] != other[name]}
@@ -322,7 +322,7 @@ def test_the_step_the_leaves_and_the_kind_are_named(try_cause, case):
     found = diff(*folders)
     check(found, planted, first, folders)
     backward = diff(*folders[::-1])
-    assert backward.differs_at == found.differs_at
+    assert backward.step == found.step
     assert {*backward.leaves} == {*found.leaves}
     assert [each.kind for each in backward.causes] == [each.kind for each in found.causes]
 
@@ -341,8 +341,8 @@ def test_runs_in_which_nothing_is_planted_are_equal(base, tmp_path):
 ANSWERS = {
     "an earlier step": lambda found: found._replace(equal_until=found.equal_until - EVERY),
     "a later step": lambda found: found._replace(equal_until=found.equal_until + EVERY),
-    "a later row": lambda found: found._replace(differs_at=found.differs_at + EVERY),
-    "no difference": lambda found: found._replace(differs_at=None),
+    "a later row": lambda found: found._replace(step=found.step + EVERY),
+    "no difference": lambda found: found._replace(step=None),
     "another leaf": lambda found: found._replace(leaves=["step", *found.leaves[1:]]),
     "one leaf less": lambda found: found._replace(leaves=found.leaves[:-1]),
     "one kind less": lambda found: found._replace(causes=found.causes[1:]),

@@ -51,9 +51,10 @@ def diff(
     import jax.
 
     With the program of the runs, their steps are run again from the last checkpoint that they
-    share, side by side, until the states differ. The result then has the exact step, whether the
-    batch, the key or the program differs in it, and the first operation of the program that does.
-    If the programs make no difference, one of the runs has not computed what its program says.
+    share, side by side, until the states differ. The result then has the exact step, and its first
+    causes say whether the batch, the key or the program differs in it, and which operation of the
+    program is the first that does. If no step differs, one of the runs has not computed what its
+    program says.
 
     Args:
       a: the `run_dir` of a run, or the URL of its `upload`.
@@ -98,23 +99,32 @@ def diff(
     rows = _compare_metrics(*runs, rtol)
     missing = [*runs[0].missing, *runs[1].missing]
     saved = _Saved() if rtol else _compare_checkpoints(*runs, missing)
-    differs_at = min((at for at in (rows.differs, saved.differs) if at is not None), default=None)
-    replayed = None
-    if step is not None and differs_at is not None:
-        from stepfold.debug.lockstep import replay_steps  # lazy: imports jax
-
-        other = step_b or step, batches if batches_b is None else batches_b
-        last = differs_at if saved.differs is None else saved.differs
-        replayed = replay_steps(runs, state, [(step, batches), other], saved.agreed, last)
     differences, equal = _compare_settings(*runs)
     causes, others = _attribute(differences, equal, rows.differs, saved)
-    until = max(rows.until, saved.until)
     compared = {"rows": rows.compared, "checkpoints": saved.compared, "leaves": saved.leaf_count}
-    return RunDiff(
-        (runs[0].name, runs[1].name), (runs[0].step, runs[1].step), differs_at, saved.agreed,
-        saved.differs, saved.leaves, rows.differs, rows.values, rows.growth, causes, others, equal,
-        compared | {"until": until}, missing, replayed,
-    )  # fmt: skip
+    found = RunDiff(
+        runs=(runs[0].name, runs[1].name),
+        steps=(runs[0].step, runs[1].step),
+        step=min((at for at in (rows.differs, saved.differs) if at is not None), default=None),
+        equal_until=saved.agreed,
+        checkpoint=saved.differs,
+        leaves=saved.leaves,
+        row=rows.differs,
+        rows=rows.values,
+        growth=rows.growth,
+        causes=causes,
+        others=others,
+        equal=equal,
+        compared=compared | {"until": max(rows.until, saved.until)},
+        missing=missing,
+    )
+    until = found.step if found.checkpoint is None else found.checkpoint
+    if step is None or until is None or until <= found.equal_until:  # then the states are equal
+        return found
+    from stepfold.debug.lockstep import replay_steps  # lazy: imports jax
+
+    other = step_b or step, batches if batches_b is None else batches_b
+    return replay_steps(found, runs, state, [(step, batches), other], until)
 
 
 # Metrics

@@ -16,10 +16,10 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.leaves import is_key
-from stepfold.checkpoint.restore import restore
+from stepfold.checkpoint.restore import Restored, restore
 from stepfold.core.state import strengthen
-from stepfold.debug.result import StepDiff
-from stepfold.debug.run_files import RunFiles
+from stepfold.debug.result import Cause, RunDiff
+from stepfold.debug.run_files import Checksums, RunFiles
 from stepfold.errors import DataError, refuse
 from stepfold.internals.jax import without_dead_code
 from stepfold.loop.data import DataPosition, reread
@@ -31,22 +31,28 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def replay_steps(
+    found: RunDiff,
     runs: Sequence[RunFiles],
     state: Any,
     programs: Sequence[tuple[Step, Any]],
-    start: int,
     until: int,
-) -> StepDiff:
-    """Run the steps of both runs again, from the checkpoint that they share, or from the start.
+) -> RunDiff:
+    """Run the steps of both runs again up to one, to say more exactly what their files show.
 
-    `programs` are the step and the batches of each run, and `until` is the last step to run.
+    `programs` are the step and the batches of each run.
     """
-    positions, stores = [None, None], [run.checksums.location for run in runs if run.checksums]
+    start, positions = found.equal_until, [None, None]
+    stores = {run.name: run.checksums for run in runs if run.checksums is not None}
+
+    def load(series: Checksums, step: int) -> Restored:
+        return restore(series.location, state, step=step, fall_back=False)
+
     if start:
-        restored = [restore(store, state, step=start, fall_back=False) for store in stores]
+        restored = [load(each, start) for each in stores.values()]
         positions, state = [each.data for each in restored], restored[0].state
     elif runs[0].key != runs[1].key:
-        return StepDiff(1, ["key"], ["key"])
+        cause = Cause("key", "the keys of the states at the start")
+        return found._replace(step=1, leaves=["key"], causes=[cause, *found.causes])
     elif any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
         expected = "the state that both runs started with, since they share no checkpoint"
         refuse("state", expected, "an abstract one")
@@ -60,22 +66,22 @@ def replay_steps(
         is_shared = programs[0][1] is programs[1][1]
         sources = [stack.enter_context(move) for move in moves[: 2 - is_shared]]
         for number in range(start + 1, until + 1):
-            batches = [copy_arrays(_pull(source, number)) for source in sources]
-            batches *= 1 + is_shared
+            batches = [copy_arrays(next(source, None)) for source in sources] * (1 + is_shared)
+            if None in batches:
+                refuse("batches", f"a batch for step {number}", "none", kind=DataError)
             before = copy_arrays(states[0])
-            states = [
-                run(one, [copy_arrays(batch)])[0]
-                for run, one, batch in zip(runners, states, batches, strict=True)
-            ]
+            calls = zip(runners, states, batches, strict=True)
+            states = [run(one, [copy_arrays(batch)])[0] for run, one, batch in calls]
             if leaves := different_leaves(*states):
-                found = _explain(number, leaves, before, batches, steps)
-                return found._replace(replays=found.replays + 2 * (number - start))
-    faulty = []
-    for run in runs:
-        if run.checksums is not None and until in run.checksums.steps:
-            saved = restore(run.checksums.location, states[0], step=until, fall_back=False).state
-            faulty += [run.name] if different_leaves(states[0], saved) else []
-    return StepDiff(None, replays=2 * (until - start), faulty=faulty)
+                causes = [*_causes(before, batches, steps), *found.causes]
+                found = found._replace(step=number, equal_until=number - 1, leaves=leaves)
+                return found._replace(causes=causes, replays=2 * (number - start))
+    causes = [
+        Cause("fault", f"{name} has not saved what its steps compute", start)
+        for name, each in stores.items()
+        if until in each.steps and different_leaves(states[0], load(each, until).state)
+    ]
+    return found._replace(causes=[*causes, *found.causes], replays=2 * (until - start))
 
 
 def different_leaves(a: Any, b: Any) -> list[str]:
@@ -108,42 +114,26 @@ def _moved(batches: Any, run: RunFiles, position: Any, start: int) -> Any:
     return reread(batches, DataPosition(start, position), 0)
 
 
-def _pull(source: Iterator[Any], number: int) -> Any:
-    batch = next(source, None)
-    if batch is None:
-        refuse("batches", f"a batch for step {number}", "none", kind=DataError)
-    return batch
-
-
-def _explain(
-    number: int, leaves: list[str], state: Any, batches: Sequence[Any], steps: Sequence[Step]
-) -> StepDiff:
+def _causes(state: Any, batches: Sequence[Any], steps: Sequence[Step]) -> Iterator[Cause]:
     """Say which inputs of a step differ, and where its programs do."""
-    names = different_leaves(*batches)
-    batch = [_describe_rows(name, *batches) for name in names]
-    inputs = ["batch"] if names else []
-    where, replays = "", 0
+    a, b = (dict(tree.named_leaves(batch, "batch")) for batch in batches)
+    if names := different_leaves(a, b):
+        yield Cause("batch", "; ".join(_describe_rows(n, a.get(n), b.get(n)) for n in names[:4]))
     if steps[0] is not steps[1]:
-        first, second = (
-            StepRunner(step)(copy_arrays(state), [copy_arrays(batches[0])])[0] for step in steps
-        )
-        replays = 2
-        if different_leaves(first, second):
-            inputs.append("program")
-            where = find_operation(steps, state, batches[0])
-    return StepDiff(number, leaves, inputs, batch, where, replays)
+        states = [
+            StepRunner(each)(copy_arrays(state), [copy_arrays(batches[0])])[0] for each in steps
+        ]
+        if different_leaves(*states):
+            yield Cause("program", find_operation(steps, state, batches[0]))
 
 
 def _describe_rows(name: str, a: Any, b: Any) -> str:
     """Name an array of the batch and the first row that differs."""
-    one, two = (dict(tree.named_leaves(batch)).get(name) for batch in (a, b))
-    title = f"batch/{name}" if name else "batch"
-    if one is None or two is None or np.shape(one) != np.shape(two) or not np.ndim(one):
-        shown = [tree.describe_value(x) if x is not None else "nothing" for x in (one, two)]
-        return f"{title}: {shown[0]} and {shown[1]}"
-    rows = np.asarray(one) != np.asarray(two)
+    if np.shape(a) != np.shape(b) or not np.ndim(a):
+        return f"{name}: {tree.describe_value(a)} and {tree.describe_value(b)}"
+    rows = np.asarray(a) != np.asarray(b)
     (different,) = np.nonzero(rows.reshape(len(rows), -1).any(axis=1))
-    return f"{title}: row {different[0]}" if different.size else f"{title}: another dtype"
+    return f"{name}: row {different[0]}" if different.size else f"{name}: another dtype"
 
 
 # Operations
@@ -152,52 +142,38 @@ def _describe_rows(name: str, a: Any, b: Any) -> str:
 def find_operation(steps: Sequence[Step], state: Any, batch: Any) -> str:
     """Describe the first operation of two programs whose value differs for equal arguments."""
     try:
-        programs = [_trace(each, state, batch) for each in steps]
-        arguments = jax.tree.leaves((state, batch))
-        found = _compare(
-            [jaxpr for jaxpr, _ in programs], [c for _, c in programs], [arguments] * 2
-        )
+        runs = [_operations(*_trace(step, state, batch)) for step in steps]
+        for (one, values), (other, others) in itertools.zip_longest(*runs, fillvalue=(None, ())):
+            if _form(one) != _form(other) or different_leaves(values, others):
+                texts = [
+                    f"{each.primitive.name} at {line_of(each)}" for each in (one, other) if each
+                ]
+                return " and ".join(dict.fromkeys(texts))
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         return f"the programs cannot be evaluated operation by operation: {reason}"
-    return found or "no operation differs by itself, so the compiler fuses them differently"
+    return "no operation differs by itself, so the compiler fuses them differently"
 
 
-def _trace(step: Any, state: Any, batch: Any) -> tuple[Any, Any]:
-    """Return the program that computes the new state, without what its metrics alone need."""
+def _trace(step: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
+    """Return the program that computes the new state, its constants and its inputs."""
     step = getattr(step, "step", step)  # of a compiled one
     with jax.disable_jit():  # unrolls scans
         program = jax.make_jaxpr(lambda state, batch: step(state, batch)[0])(state, batch)
-    return without_dead_code(program.jaxpr), program.consts
+    # Without what the metrics alone need.
+    return without_dead_code(program.jaxpr), program.consts, jax.tree.leaves((state, batch))
 
 
-def _compare(jaxprs: Sequence[Any], consts: Sequence[Any], inputs: Sequence[Any]) -> str | None:
-    """Evaluate two programs side by side, up to the first operation that differs."""
-    runs = itertools.starmap(run_operations, zip(jaxprs, consts, inputs, strict=True))
-    for pair in itertools.zip_longest(*runs):
-        operations = [None if each is None else each[0] for each in pair]
-        if None in operations or _form(operations[0]) != _form(operations[1]):
-            return _describe(operations)
-        (_, given, results), (_, other_given, other_results) = pair
-        if all(itertools.starmap(_is_same, zip(results, other_results, strict=True))):
-            continue
-        inner = [inner_program(each) for each in operations]
-        found = None
-        if None not in inner:
-            programs = [each.jaxpr for each in inner], [each.consts for each in inner]
-            found = _compare(*programs, [given, other_given])
-        return found or _describe(operations)
-    return None
+def _operations(jaxpr: Any, consts: Any, inputs: Any) -> Iterator[tuple[Any, Any]]:
+    """Evaluate a program, and yield its operations and those of the programs that it calls."""
+    for operation, arguments, results in run_operations(jaxpr, consts, inputs):
+        if (inner := inner_program(operation)) is not None:
+            yield from _operations(inner.jaxpr, inner.consts, arguments)
+        yield operation, results
 
 
-def _form(operation: Any) -> tuple[str, ...]:
+def _form(operation: Any) -> tuple[str, ...] | None:
+    if operation is None:
+        return None
     variables = (*operation.invars, *operation.outvars)
     return operation.primitive.name, *(str(variable.aval) for variable in variables)
-
-
-def _describe(operations: Sequence[Any]) -> str:
-    texts = [
-        "the end of the program" if each is None else f"{each.primitive.name} at {line_of(each)}"
-        for each in operations
-    ]
-    return " and ".join(dict.fromkeys(texts))

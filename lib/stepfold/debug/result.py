@@ -12,7 +12,9 @@ class Cause(NamedTuple):
       kind: the section of `run.json` that differs: `"config"`, `"arguments"`, `"batches"`,
         `"versions"`, `"devices"`, `"mesh"`, `"seed"`, `"parameters"`, or `"program"`; or `"note"`,
         for what happened in one of the runs. If none of them explains a difference, what the files
-        do not show is inferred: `"data"`, `"hardware"`, `"compiler"`, `"code"` or `"metric"`.
+        do not show is inferred: `"data"`, `"hardware"`, `"compiler"`, `"code"` or `"metric"`. Steps
+        that are run again show a `"batch"`, a `"key"`, a `"program"`, or a run that has not saved
+        what its program computes, a `"fault"`.
       what: a sentence for people.
       since: the step after which it may have an effect.
     """
@@ -25,48 +27,17 @@ class Cause(NamedTuple):
         return f"{self.kind}: {self.what}"
 
 
-class StepDiff(NamedTuple):
-    """The first step after which the states of two programs differ.
-
-    Attributes:
-      step: its number, or None if no step differed.
-      leaves: the paths of the leaves that differ after it.
-      inputs: which of its inputs differ: `"batch"`, `"key"`, `"program"`.
-      batch: the arrays of the batch that differ, with the first row that does.
-      where: the first operation that differs, and its line; empty if the programs are equal.
-      replays: how many steps were run.
-      faulty: if no step differs, the runs whose checkpoint is not what their program computes, for
-        another reason than the program: other contents of the data then, or a fault of the
-        hardware.
-    """
-
-    step: int | None
-    leaves: Sequence[str] = ()
-    inputs: Sequence[str] = ()
-    batch: Sequence[str] = ()
-    where: str = ""
-    replays: int = 0
-    faulty: Sequence[str] = ()
-
-    def __str__(self) -> str:
-        if self.step is None:
-            text = f"no step differs in {self.replays} replays"
-            faulty = " and ".join(self.faulty)
-            return f"{text}; {faulty} has not saved what its steps compute" if faulty else text
-        parts = [f"step {self.step:,}: {' and '.join(self.inputs) or 'no input'} differs"]
-        return "; ".join([*parts, *self.batch[:4], *([self.where] if self.where else [])])
-
-
 class RunDiff(NamedTuple):
     """Where two runs part, and what may be the cause.
 
     Attributes:
       runs: the runs that were compared.
       steps: the number of steps that each has done.
-      differs_at: the step after which the files show the first difference, or None.
-      equal_until: the last checkpoint before the first that differs, or 0.
+      step: the first step after which the files show a difference, or None; if steps were run
+        again, the first step that differs.
+      equal_until: the last step before after which the states are equal, or 0.
       checkpoint: the first checkpoint that differs, or None.
-      leaves: the paths of the leaves that differ in it.
+      leaves: the paths of the leaves that differ in it, or after the step that was run again.
       row: the step of the first row of metrics that differs, or None.
       rows: both values of each metric that differs in that row.
       growth: relative differences of one metric by step, from the first row that differs.
@@ -76,12 +47,12 @@ class RunDiff(NamedTuple):
       compared: the number of `"rows"`, of `"checkpoints"` and of `"leaves"` of a checkpoint that
         were compared, and the last step that was (`"until"`).
       missing: what could not be compared, and why.
-      replayed: what running the steps again has found, if `diff` got a step.
+      replays: how many steps were run again.
     """
 
     runs: tuple[str, str]
     steps: tuple[int, int]
-    differs_at: int | None
+    step: int | None
     equal_until: int
     checkpoint: int | None
     leaves: Sequence[str]
@@ -93,17 +64,12 @@ class RunDiff(NamedTuple):
     equal: Sequence[str]
     compared: Mapping[str, int]
     missing: Sequence[str]
-    replayed: StepDiff | None = None
-
-    @property
-    def step(self) -> int | None:
-        """The first step that differs: of the replay if there is one, or else `differs_at`."""
-        return (self.replayed and self.replayed.step) or self.differs_at
+    replays: int = 0
 
     @property
     def leaf(self) -> str | None:
         """The first leaf that differs."""
-        return next(iter((self.replayed and self.replayed.leaves) or self.leaves), None)
+        return next(iter(self.leaves), None)
 
     @property
     def cause(self) -> Cause | None:
@@ -113,7 +79,7 @@ class RunDiff(NamedTuple):
     @property
     def is_equal(self) -> bool | None:
         """Whether the runs are equal; None if they could not be compared up to their ends."""
-        if self.differs_at is not None:
+        if self.step is not None:
             return False
         has_compared = self.compared["rows"] or self.compared["checkpoints"]
         is_whole = self.steps[0] == self.steps[1] == self.compared["until"]
@@ -127,8 +93,7 @@ class RunDiff(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """Return the result as what JSON can hold, with NaN and inf as text."""
         plain = self._asdict() | {"causes": [each._asdict() for each in self.causes]}
-        plain |= {name: getattr(self, name) for name in ("step", "leaf", "is_equal")}
-        plain |= {"replayed": self.replayed and self.replayed._asdict()}
+        plain |= {name: getattr(self, name) for name in ("leaf", "is_equal")}
         found: dict[str, Any] = json.loads(json.dumps(plain), parse_constant=str)
         return found
 
@@ -140,13 +105,13 @@ class RunDiff(NamedTuple):
 def _headline(found: RunDiff) -> str:
     if found.is_equal:
         return f"equal up to step {found.steps[0]:,}, the last of both"
-    if found.differs_at is None:
+    if found.step is None:
         ends = f"the runs end at steps {found.steps[0]:,} and {found.steps[1]:,}"
         return (
             f"no difference up to step {found.compared['until']:,}, and no more to compare: {ends}"
         )
     where = f"step {found.step:,}"
-    if found.step == found.differs_at > found.equal_until + 1:
+    if found.step > found.equal_until + 1:
         where = f"after step {found.equal_until:,}, at the latest in {where}"
     return f"first difference: {where} of {min(found.steps):,}"
 
@@ -156,7 +121,8 @@ def _lines(found: RunDiff) -> Iterator[tuple[str, str]]:
     if found.leaves:
         more = f" and {len(found.leaves) - 1:,} more" if len(found.leaves) > 1 else ""
         of = f"{len(found.leaves):,} of {count['leaves']:,} leaves"
-        yield "where", f"{found.leaves[0]}{more}, {of} at step {found.checkpoint:,}"
+        at = found.step if found.equal_until + 1 == found.step else found.checkpoint
+        yield "where", f"{found.leaves[0]}{more}, {of} at step {at:,}"
     if found.row is not None:
         values = [f"{n} {a:.7g} -> {b:.7g}" for n, (a, b) in [*found.rows.items()][:3]]
         is_alone = found.row <= found.equal_until
@@ -164,8 +130,6 @@ def _lines(found: RunDiff) -> Iterator[tuple[str, str]]:
         yield "metrics", f"{', '.join(values)} at step {found.row:,}{states}"
         points = [f"{step:,}: {value:.1e}" for step, value in found.growth.items()]
         yield "grows", f"relative, at step {', '.join(points)}"
-    if found.replayed is not None:
-        yield "replayed", str(found.replayed)
     yield from (("cause", str(cause)) for cause in found.causes)
     if found.others:
         yield "others", "; ".join(found.others)
