@@ -98,6 +98,12 @@ def kinds(found) -> set[str]:
     return {cause.kind for cause in found.causes}
 
 
+def counts(found):
+    """Return the rows, the checkpoints and the leaves that were compared, and the last step."""
+    names = ("rows", "checkpoints", "leaves")
+    return *(found.compared[name] for name in names), found.compared_until
+
+
 def replace_at(step):
     def hook(event):
         if event.step == step:
@@ -154,7 +160,7 @@ def test_equal_runs_have_no_difference(first, tmp_path):
     found = diff(first, train(tmp_path / "b"))
     assert (found.step, found.equal_until, found.missing) == (None, 60, [])
     assert {"config", "batches", "seed", "versions", "devices", "program"} <= {*found.equal}
-    assert found.compared == {"rows": 6, "checkpoints": 3, "leaves": 9, "until": 60}
+    assert counts(found) == (6, 3, 9, 60)
     assert str(found).startswith("equal up to step 60, the last of both\n")
     assert "compared  6 rows of metrics, 9 leaves in each of 3 checkpoints" in str(found)
 
@@ -191,7 +197,11 @@ def test_another_version_is_named(copy, first):
 
 
 @pytest.mark.full
-def test_runs_on_other_meshes_compare_rows(first, tmp_path):
+def test_runs_on_other_meshes_compare_what_they_share(first, tmp_path):
+    wide = train(tmp_path / "wide", mesh=sf.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2]))
+    found = diff(first, wide)
+    assert any("leaves have other shards" in each for each in found.missing), str(found)
+    assert 0 < found.compared["leaves"] < 9
     found = diff(first, train(tmp_path / "b", mesh=sf.make_mesh((-1,), ("data",))))
     assert any(cause.kind == "mesh" for cause in found.causes) or found.step is None
     assert diff(first, tmp_path / "b", rtol=1e-3).step is None
@@ -227,7 +237,7 @@ def test_what_is_absent_is_said_and_the_rest_compared(copy, first, name):
     path = copy / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     found = diff(first, copy)
-    assert (found.is_equal, found.compared["until"]) == (True, 60)
+    assert (found.is_equal, found.compared_until) == (True, 60)
     assert any(f"{copy}: {name}" in text for text in found.missing)
     assert (found.compared["rows"] == 0) == (name == "metrics.jsonl")
     assert (found.compared["checkpoints"] == 0) == (name == "checkpoints")
@@ -312,7 +322,7 @@ def test_metrics_that_differ_alone_say_so(copy, first):
 def test_the_directory_of_a_series_is_compared_by_itself(first, copy):
     found = diff(first / "checkpoints", copy / "checkpoints")
     assert found.is_equal
-    assert found.compared == {"rows": 0, "checkpoints": 3, "leaves": 9, "until": 60}
+    assert counts(found) == (0, 3, 9, 60)
 
 
 def place_of(kind, folder, monkeypatch):
@@ -328,7 +338,7 @@ def test_a_run_in_object_storage_is_compared(first, tmp_path, monkeypatch, kind)
     equal, other = train(tmp_path / "b", url=url), train(tmp_path / "c", rate=2e-2)
     found = diff(first, url)
     assert (found.is_equal, found.missing) == (True, [])
-    assert found.compared == {"rows": 6, "checkpoints": 3, "leaves": 9, "until": 60}
+    assert counts(found) == (6, 3, 9, 60)
     assert diff(equal, url).is_equal  # its run.json names the bucket of the checkpoints
     found = diff(url, other)
     assert (found.checkpoint, found.cause.what) == (20, "adam/rate 0.01 -> 0.02")
@@ -369,7 +379,7 @@ def test_long_runs_take_seconds(first, tmp_path):
     found = diff(tmp_path / "a", tmp_path / "b")
     assert time.process_time() - start < 5
     assert found.is_equal
-    assert found.compared == {"rows": 10_000, "checkpoints": 100, "leaves": 9, "until": 10_000}
+    assert counts(found) == (10_000, 100, 9, 10_000)
 
 
 def test_a_leaf_in_one_run_alone_differs(first, tmp_path):

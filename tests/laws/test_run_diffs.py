@@ -311,7 +311,8 @@ def try_cause(base, tmp_path_factory):
 # The others cost minutes: each compiles its programs.
 DEFAULT = [
     ("swapped row", 1, True), ("flipped bit", 2, False),
-    ("resume with another argument", 4, True), ("replaced state", 3, True), ("hyper-parameter", 5, True),
+    ("resume with another argument", 4, True), ("replaced state", 3, True),
+    ("hyper-parameter", 5, True),
 ]  # fmt: skip
 CASES = [(kind, seed, cuts) for kind in KINDS for seed in range(3) for cuts in (False, True)]
 
@@ -327,12 +328,17 @@ def test_the_step_the_leaves_and_the_kind_are_named(try_cause, case):
     assert [each.kind for each in backward.causes] == [each.kind for each in found.causes]
 
 
+def counts(found):
+    names = ("rows", "checkpoints", "leaves")
+    return *(found.compared[name] for name in names), found.compared_until
+
+
 def test_runs_in_which_nothing_is_planted_are_equal(base, tmp_path):
     run(tmp_path, NOTHING, [5, 14])
     found = diff(base[0], tmp_path)
     assert (found.is_equal, found.exit_code, found.missing) == (True, 0, [])
     # A cut divides the interval of a row, which has no counterpart then.
-    assert found.compared == {"rows": 4, "checkpoints": 4, "leaves": 9, "until": STEPS}
+    assert counts(found) == (4, 4, 9, STEPS)
     assert {"config", "batches", "versions", "devices", "seed", "program"} <= {*found.equal}
 
 
@@ -376,6 +382,11 @@ def first_leaf(a, b):
     return different[:1], count
 
 
+def no_checkpoints(*_):
+    fields = {"checkpoint": None, "leaves": (), "equal_until": 0}
+    return fields, {"checkpoints": 0, "leaves": 0, "last_checkpoint": 0}
+
+
 module = sys.modules[diff.__module__]
 TIMELINE, COMPARE = run_files._timeline, module._compare_leaves
 METHODS = {
@@ -384,7 +395,7 @@ METHODS = {
     "one leaf": (module, "_compare_leaves", first_leaf, DEFAULT[0]),
     "arguments without an effect": (module, "_WITHOUT_EFFECT", (), DEFAULT[4]),
     "nothing is inferred": (module, "_attribute", lambda *_: ([], []), DEFAULT[1]),
-    "no checkpoints": (module, "_compare_checkpoints", lambda *_: module._Saved(), DEFAULT[0]),
+    "no checkpoints": (module, "_compare_checkpoints", no_checkpoints, DEFAULT[0]),
     "all settings are causes": (
         module, "_attribute", lambda differences, *_: (differences, []), DEFAULT[2],
     ),

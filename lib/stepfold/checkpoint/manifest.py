@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.checksum_line import add_checksum, without_checksum
+from stepfold.checkpoint.checksums import add_checksum, without_checksum
 from stepfold.checkpoint.leaves import (
     STORED,
     Leaf,

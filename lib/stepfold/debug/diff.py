@@ -7,9 +7,9 @@ is left: the contents of the data, the compiler, the hardware.
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from stepfold.debug.run_files import RunFiles
 from stepfold.errors import refuse
 from stepfold.loop.report.read import relative_difference, shared_rows
 
+if TYPE_CHECKING:
+    from stepfold.core.step import StepFn
+
 # Metrics of the machine, which differ between two runs of one program.
 _MEASURED = ("throughput/", "memory/")
 # Arguments of `fit` that decide what is shown, kept or done when, but not what a step computes.
@@ -27,9 +30,6 @@ _WITHOUT_EFFECT = (
     "time_limit", "upload",
 )  # fmt: skip
 _GROWTH_POINTS = 6
-_AT_ONCE = 16  # checkpoints
-
-Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def diff(
@@ -38,9 +38,9 @@ def diff(
     *,
     rtol: float = 0.0,
     state: Any = None,
-    step: Step | None = None,
+    step: "StepFn | None" = None,
     batches: Any = None,
-    step_b: Step | None = None,
+    step_b: "StepFn | None" = None,
     batches_b: Any = None,
 ) -> RunDiff:
     """Compare the files of two runs, and return where and why they part.
@@ -96,28 +96,17 @@ def diff(
         missing_part = "state" if state is None else "batches"
         refuse(missing_part, "that of the run, to run its steps again", "None")
     runs = RunFiles(a), RunFiles(b)
-    rows = _compare_metrics(*runs, rtol)
     missing = [*runs[0].missing, *runs[1].missing]
-    saved = _Saved() if rtol else _compare_checkpoints(*runs, missing)
+    rows, compared_rows = _compare_metrics(*runs, rtol)
+    saved, compared = _compare_checkpoints(*runs, missing, rtol)
+    first = min((at for at in (rows["row"], saved["checkpoint"]) if at is not None), default=None)
     differences, equal = _compare_settings(*runs)
-    causes, others = _attribute(differences, equal, rows.differs, saved)
-    compared = {"rows": rows.compared, "checkpoints": saved.compared, "leaves": saved.leaf_count}
+    causes, others = _attribute(differences, equal, rows["row"], first, saved["equal_until"])
     found = RunDiff(
-        runs=(runs[0].name, runs[1].name),
-        steps=(runs[0].step, runs[1].step),
-        step=min((at for at in (rows.differs, saved.differs) if at is not None), default=None),
-        equal_until=saved.agreed,
-        checkpoint=saved.differs,
-        leaves=saved.leaves,
-        row=rows.differs,
-        rows=rows.values,
-        growth=rows.growth,
-        causes=causes,
-        others=others,
-        equal=equal,
-        compared=compared | {"until": max(rows.until, saved.until)},
-        missing=missing,
-    )
+        runs=(runs[0].name, runs[1].name), steps=(runs[0].step, runs[1].step), step=first,
+        causes=causes, others=others, equal=equal, compared=compared_rows | compared,
+        missing=missing, **rows, **saved,
+    )  # fmt: skip
     until = found.step if found.checkpoint is None else found.checkpoint
     if step is None or until is None or until <= found.equal_until:  # then the states are equal
         return found
@@ -130,17 +119,10 @@ def diff(
 # Metrics
 
 
-class _Rows(NamedTuple):
-    """The first row that differs, both values of its metrics, and how the difference grows."""
-
-    differs: int | None
-    values: dict[str, tuple[float, float]]
-    growth: dict[int, float]
-    compared: int
-    until: int  # the last of them
-
-
-def _compare_metrics(first: RunFiles, second: RunFiles, rtol: float) -> _Rows:
+def _compare_metrics(
+    first: RunFiles, second: RunFiles, rtol: float
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the first row that differs and how that grows, as fields, and what was compared."""
     differing: dict[str, tuple[np.ndarray, ...]] = {}  # the columns from the first difference on
     compared = set[float]()
     for name in first.curves.keys() & second.curves.keys():
@@ -152,9 +134,9 @@ def _compare_metrics(first: RunFiles, second: RunFiles, rtol: float) -> _Rows:
         is_equal = is_nan | (relative_difference(*columns[1:]) <= rtol)
         if not is_equal.all():
             differing[name] = tuple(column[np.argmin(is_equal) :] for column in columns)
-    until = int(max(compared, default=0))
+    counts = {"rows": len(compared), "last_row": int(max(compared, default=0))}
     if not differing:
-        return _Rows(None, {}, {}, len(compared), until)
+        return {"row": None, "rows": {}, "growth": {}}, counts
     row = int(min(steps[0] for steps, _, _ in differing.values()))
     values = {
         name: (float(a[0]), float(b[0]))
@@ -165,45 +147,41 @@ def _compare_metrics(first: RunFiles, second: RunFiles, rtol: float) -> _Rows:
     points = np.unique(np.geomspace(1, len(steps), _GROWTH_POINTS).round().astype(int)) - 1
     relative = relative_difference(*both)
     growth = {int(steps[index]): float(relative[index]) for index in points}
-    return _Rows(row, values, growth, len(compared), until)
+    return {"row": row, "rows": values, "growth": growth}, counts
 
 
 # Checkpoints
 
 
-class _Saved(NamedTuple):
-    """The first checkpoint that differs, in which leaves, and the last before that does not."""
-
-    differs: int | None = None
-    leaves: Sequence[str] = ()
-    agreed: int = 0
-    compared: int = 0
-    leaf_count: int = 0  # in each
-    until: int = 0  # the last of them
-
-
-def _compare_checkpoints(first: RunFiles, second: RunFiles, missing: list[str]) -> _Saved:
-    if first.checksums is None or second.checksums is None:
-        return _Saved()
-    agreed = count = leaf_count = 0
+def _compare_checkpoints(
+    first: RunFiles, second: RunFiles, missing: list[str], rtol: float
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the first checkpoint that differs, as fields, and what was compared."""
+    fields: dict[str, Any] = {"checkpoint": None, "leaves": (), "equal_until": 0}
+    compared = {"checkpoints": 0, "leaves": 0, "last_checkpoint": 0}
+    if first.checksums is None or second.checksums is None or rtol:
+        return fields, compared
     steps = sorted({*first.checksums.steps} & {*second.checksums.steps})
     if not steps:
         missing.append("no step has a checkpoint in both runs")
-    with ThreadPoolExecutor(_AT_ONCE) as pool:  # a request to a bucket takes a while
+    with ThreadPoolExecutor() as pool:  # a request to a bucket takes a while
         reads = [pool.map(run.read_checkpoint, steps) for run in (first, second)]
         for step, *read in zip(steps, *reads, strict=True):
             if problems := [each for each in read if isinstance(each, str)]:
                 missing += problems
                 continue
-            different, leaf_count = _compare_leaves(*read)
-            if not leaf_count:
-                missing.append(f"step {step}: no leaf has the same shards in both runs")
+            different, count = _compare_leaves(*read)
+            total = len({**read[0], **read[1]})
+            text = f"checkpoints: {total - count} of {total} leaves have other shards"
+            missing += [text] if count < total and text not in missing else []
+            if not count:
                 continue
-            count += 1
+            compared["checkpoints"] += 1
+            compared |= {"leaves": count, "last_checkpoint": step}
             if different:
-                return _Saved(step, different, agreed, count, leaf_count, step)
-            agreed = step
-    return _Saved(None, (), agreed, count, leaf_count, agreed)
+                return fields | {"checkpoint": step, "leaves": different}, compared
+            fields["equal_until"] = step
+    return fields, compared
 
 
 def _compare_leaves(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], int]:
@@ -255,23 +233,28 @@ def _compare_settings(first: RunFiles, second: RunFiles) -> tuple[list[Cause], l
 
 
 def _attribute(
-    differences: Sequence[Cause], equal: Sequence[str], row: int | None, saved: _Saved
+    differences: Sequence[Cause],
+    equal: Sequence[str],
+    row: int | None,
+    step: int | None,
+    equal_until: int,
 ) -> tuple[list[Cause], list[str]]:
     """Divide differences into what may be the cause and what cannot be, or infer what is left.
 
     What holds from before a checkpoint on at which the states are equal has no effect on them.
     """
-    until = min((at for at in (row, saved.differs) if at is not None), default=-1)
-    is_of_metrics = row is not None and row <= saved.agreed
-    since = 0 if is_of_metrics else saved.agreed
-    causes, others = [], []
-    for each in sorted(differences, key=lambda cause: (cause.kind == "program", cause.since)):
+    until = -1 if step is None else step
+    is_of_metrics = row is not None and row <= equal_until
+    since = 0 if is_of_metrics else equal_until
+
+    def may_be(each: Cause) -> bool:
         name = each.what.partition("/")[0].partition(" ")[0]
         has_effect = each.kind != "arguments" or name not in _WITHOUT_EFFECT
         # A state may be replaced right before it is saved.
-        is_in_time = since <= each.since < until + (each.kind == "note")
-        causes += [each] if has_effect and is_in_time else []
-        others += [] if has_effect and is_in_time else [str(each)]
+        return has_effect and since <= each.since < until + (each.kind == "note")
+
+    ordered = sorted(differences, key=lambda cause: (cause.kind == "program", cause.since))
+    causes, others = [*filter(may_be, ordered)], [str(x) for x in ordered if not may_be(x)]
     if causes or until < 0:
         return causes, others
     left = {

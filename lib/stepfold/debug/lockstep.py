@@ -7,7 +7,7 @@ the first operation that is another one or has another value.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,11 +15,13 @@ import jax
 import numpy as np
 
 from stepfold import tree
+from stepfold.checkpoint.checksums import Checksums
 from stepfold.checkpoint.leaves import is_key
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.core.state import strengthen
+from stepfold.core.step import StepFn
 from stepfold.debug.result import Cause, RunDiff
-from stepfold.debug.run_files import Checksums, RunFiles
+from stepfold.debug.run_files import RunFiles
 from stepfold.errors import DataError, refuse
 from stepfold.internals.jax import without_dead_code
 from stepfold.loop.data import DataPosition, reread
@@ -27,14 +29,12 @@ from stepfold.loop.replay.capsule import copy_arrays
 from stepfold.loop.replay.origin import inner_program, line_of, run_operations
 from stepfold.loop.step_runner import StepRunner
 
-Step = Callable[[Any, Any], tuple[Any, Any]]
-
 
 def replay_steps(
     found: RunDiff,
     runs: Sequence[RunFiles],
     state: Any,
-    programs: Sequence[tuple[Step, Any]],
+    programs: Sequence[tuple[StepFn, Any]],
     until: int,
 ) -> RunDiff:
     """Run the steps of both runs again up to one, to say more exactly what their files show.
@@ -114,7 +114,7 @@ def _moved(batches: Any, run: RunFiles, position: Any, start: int) -> Any:
     return reread(batches, DataPosition(start, position), 0)
 
 
-def _causes(state: Any, batches: Sequence[Any], steps: Sequence[Step]) -> Iterator[Cause]:
+def _causes(state: Any, batches: Sequence[Any], steps: Sequence[StepFn]) -> Iterator[Cause]:
     """Say which inputs of a step differ, and where its programs do."""
     a, b = (dict(tree.named_leaves(batch, "batch")) for batch in batches)
     if names := different_leaves(a, b):
@@ -139,7 +139,7 @@ def _describe_rows(name: str, a: Any, b: Any) -> str:
 # Operations
 
 
-def find_operation(steps: Sequence[Step], state: Any, batch: Any) -> str:
+def find_operation(steps: Sequence[StepFn], state: Any, batch: Any) -> str:
     """Describe the first operation of two programs whose value differs for equal arguments."""
     try:
         runs = [_operations(*_trace(step, state, batch)) for step in steps]

@@ -45,7 +45,7 @@ class RunDiff(NamedTuple):
       others: in what else they differ, without an effect on the steps that they share.
       equal: in what they do not differ.
       compared: the number of `"rows"`, of `"checkpoints"` and of `"leaves"` of a checkpoint that
-        were compared, and the last step that was (`"until"`).
+        were compared, with `"last_row"` and `"last_checkpoint"`.
       missing: what could not be compared, and why.
       replays: how many steps were run again.
     """
@@ -82,8 +82,12 @@ class RunDiff(NamedTuple):
         if self.step is not None:
             return False
         has_compared = self.compared["rows"] or self.compared["checkpoints"]
-        is_whole = self.steps[0] == self.steps[1] == self.compared["until"]
-        return True if has_compared and is_whole else None
+        return True if has_compared and {*self.steps} == {self.compared_until} else None
+
+    @property
+    def compared_until(self) -> int:
+        """The last step that was compared."""
+        return max(self.compared["last_row"], self.compared["last_checkpoint"])
 
     @property
     def exit_code(self) -> int:
@@ -107,9 +111,7 @@ def _headline(found: RunDiff) -> str:
         return f"equal up to step {found.steps[0]:,}, the last of both"
     if found.step is None:
         ends = f"the runs end at steps {found.steps[0]:,} and {found.steps[1]:,}"
-        return (
-            f"no difference up to step {found.compared['until']:,}, and no more to compare: {ends}"
-        )
+        return f"no difference up to step {found.compared_until:,}, and no more to compare: {ends}"
     where = f"step {found.step:,}"
     if found.step > found.equal_until + 1:
         where = f"after step {found.equal_until:,}, at the latest in {where}"
