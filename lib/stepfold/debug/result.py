@@ -126,7 +126,7 @@ def _lines(found: RunDiff) -> Iterator[tuple[str, str]]:
         at = found.step if found.equal_until + 1 == found.step else found.checkpoint
         yield "where", f"{found.leaves[0]}{more}, {of} at step {at:,}"
     if found.row is not None:
-        values = [f"{n} {a:.7g} -> {b:.7g}" for n, (a, b) in [*found.rows.items()][:3]]
+        values = [f"{n} {a} -> {b}" for n, (a, b) in [*found.rows.items()][:3]]
         is_alone = found.row <= found.equal_until
         states = f"; the states are equal up to step {found.equal_until:,}" if is_alone else ""
         yield "metrics", f"{', '.join(values)} at step {found.row:,}{states}"
