@@ -30,6 +30,13 @@ _WITHOUT_EFFECT = (
     "time_limit", "upload",
 )  # fmt: skip
 _GROWTH_POINTS = 6
+# What may be the cause if nothing that is written is.
+_NOT_WRITTEN = {
+    "data": "the contents of the data",
+    "hardware": "a fault of the hardware",
+    "compiler": "a flag of XLA, or another processor",
+    "code": "the code of the loss, the model or the optimizer, or a setting of jax",
+}
 
 
 def diff(
@@ -257,12 +264,7 @@ def _attribute(
     causes, others = [*filter(may_be, ordered)], [str(x) for x in ordered if not may_be(x)]
     if causes or until < 0:
         return causes, others
-    left = {
-        "data": "the contents of the data",
-        "hardware": "a fault of the hardware",
-        "compiler": "a flag of XLA, or another processor",
-        "code": "the code of the loss, the model or the optimizer, or a setting of jax",
-    }
+    left = {**_NOT_WRITTEN}
     if "program" in equal or any(each.kind == "program" for each in differences):
         del left["code"]
     if is_of_metrics:

@@ -73,7 +73,10 @@ def replay_steps(
             calls = zip(runners, states, batches, strict=True)
             states = [run(one, [copy_arrays(batch)])[0] for run, one, batch in calls]
             if leaves := different_leaves(*states):
-                causes = [*_causes(before, batches, steps), *found.causes]
+                causes = [*_causes(before, batches, steps)]
+                # They say more exactly what was inferred, or seen in the hash of the program.
+                known = {"data", "hardware", "compiler", "code", "program"} if causes else set()
+                causes += [each for each in found.causes if each.kind not in known]
                 found = found._replace(step=number, equal_until=number - 1, leaves=leaves)
                 return found._replace(causes=causes, replays=2 * (number - start))
     causes = [

@@ -137,6 +137,8 @@ def _lines(found: RunDiff) -> Iterator[tuple[str, str]]:
         yield "others", "; ".join(found.others)
     if found.equal:
         yield "equal", " · ".join(found.equal)
-    leaves = f"{count['leaves']:,} leaves in each of {count['checkpoints']:,} checkpoints"
-    yield "compared", f"{count['rows']:,} rows of metrics, {leaves}"
+    saved = "no checkpoint"
+    if count["checkpoints"]:
+        saved = f"{count['checkpoints']:,} checkpoints of {count['leaves']:,} leaves"
+    yield "compared", f"{count['rows']:,} rows of metrics, {saved}"
     yield from (("missing", each) for each in found.missing)
