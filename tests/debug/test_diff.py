@@ -230,6 +230,7 @@ def test_rtol_finds_the_first_step_beyond_it_and_the_growth(first, tmp_path):
     assert close.step is None or close.step > exact.step
     assert all(0 <= value < 1e-2 for value in exact.growth.values())
     assert close.checkpoint is None
+    assert any("as rtol asks" in each for each in close.missing)
     with pytest.raises(ConfigError, match="rtol"):
         diff(first, other, rtol=-1.0)
 
