@@ -122,7 +122,7 @@ def _timeline(info: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _flatten(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of `run.json` by their paths; what decides the batches is a section."""
-    if isinstance(node, dict) and node:
+    if isinstance(node, dict) and (node or not path):
         for name, inner in node.items():
             yield from _flatten(inner, f"{path}/{name}" if path else name)
     elif path != "seed/batches":  # it is among the settings of the batches too
