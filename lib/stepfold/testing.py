@@ -150,7 +150,7 @@ def check_loss(
         """Add a law of a batch, and name rows that show that it does not hold."""
         if problem := find_problem(batch):
             rows, _ = find_bad_rows(batch, lambda part: bool(find_problem(part)))
-            shown = f", as row {' and row '.join(map(str, rows[0]))} shows" if rows else ""
+            shown = f", see rows {', '.join(map(str, rows[0]))}" if rows else ""
             problem = f"{problem} {what}{shown}"
         laws.add(name, problem, advice)
 
@@ -374,7 +374,7 @@ def check_resume(
             expected = "a function that can be sent to another process"
             advice = "let it make what it uses, or define that in a module"
             refuse("run", expected, f"one that cannot: {error}", advice, cause=error)
-        program.write_bytes(pickle.dumps((data, [bytes(buffer) for buffer in buffers])))
+        program.write_bytes(pickle.dumps((data, [np.frombuffer(x, np.uint8) for x in buffers])))
         deadline = time.monotonic() + timeout
         _run(program, whole, deadline)
         curves, _, _ = read_metrics(whole / "metrics.jsonl")
