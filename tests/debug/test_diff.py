@@ -336,6 +336,17 @@ def test_the_directory_of_a_series_is_compared_by_itself(first, copy):
     assert counts(found) == (0, 3, 9, 60)
 
 
+def test_checkpoints_elsewhere_are_found(first, copy, tmp_path):
+    for directory in (str(tmp_path / "moved"), "../renamed"):
+        place = copy / directory
+        (copy / "checkpoints").rename(place)
+        info = json.loads((copy / "run.json").read_text())
+        info["arguments"]["checkpoints"]["directory"] = directory
+        (copy / "run.json").write_text(json.dumps(info))
+        assert counts(diff(first, copy)) == (6, 3, 9, 60)
+        place.rename(copy / "checkpoints")
+
+
 def place_of(kind, folder, monkeypatch):
     if kind == "file":
         return f"file://{folder}"
@@ -501,6 +512,29 @@ def test_a_changed_value_is_found_in_its_step_and_row(first, tmp_path, row):
     assert [*map(str, found.causes)] == [f"batch: batch/y: row {[*rows].index(row)}"]
     assert (found.equal_until, found.replays) == (found.step - 1, 2 * found.step % 40 or 40)
     assert str(found).startswith(f"first difference: step {found.step} of 60\n")
+
+
+def test_batches_may_be_arrays(tmp_path):
+    """A batch without names, and a step that is given once."""
+    x, tx = np.linspace(-1, 1, 32, dtype=np.float32), optax.sgd(0.1)
+    step = sf.make_train_step(lambda params, batch, key: sf.mean((params - batch) ** 2), tx)
+    make = lambda: sf.init_state(jnp.ones(()), tx, jax.random.key(0))
+    other = np.where(np.arange(32) == 17, np.float32(5), x)
+    for name, data in (("a", x), ("b", other)):
+        sf.fit(
+            step, make(), sf.batches(data, 4, seed=0), steps=8, run_dir=tmp_path / name,
+            hooks=sf.progress("none"), log_every=4,
+        )  # fmt: skip
+    batches = [sf.batches(data, 4, seed=0) for data in (x, other)]
+    found = diff(
+        tmp_path / "a", tmp_path / "b", step=step, state=make(),
+        batches=batches[0], batches_b=batches[1],
+    )  # fmt: skip
+    numbers = sf.batches(np.arange(32), 4, seed=0)
+    places = [np.flatnonzero(next(numbers) == 17) for _ in range(8)]
+    first_use = next(number for number, place in enumerate(places, 1) if len(place))
+    assert found.step == first_use
+    assert str(found.cause) == f"batch: batch: row {places[first_use - 1][0]}"
 
 
 def test_another_line_of_the_loss_is_named(first, tmp_path):

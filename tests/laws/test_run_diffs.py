@@ -337,6 +337,7 @@ def test_runs_in_which_nothing_is_planted_are_equal(base, tmp_path):
     run(tmp_path, NOTHING, [5, 14])
     found = diff(base[0], tmp_path)
     assert (found.is_equal, found.exit_code, found.missing) == (True, 0, [])
+    assert {each.partition(":")[0] for each in found.others} <= {"arguments"}  # such as steps
     # A cut divides the interval of a row, which has no counterpart then.
     assert counts(found) == (4, 4, 9, STEPS)
     assert {"config", "batches", "versions", "devices", "seed", "program"} <= {*found.equal}

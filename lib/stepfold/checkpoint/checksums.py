@@ -4,17 +4,12 @@ JSON of manifests and notes is preceded by a line with its own checksum.
 """
 
 import json
-import os
 import re
-import stat
 import zlib
-from pathlib import Path
 from typing import Any
 
-from stepfold.core.validation import is_url
-
 _START = b"stepfold crc32 "
-_STEP = re.compile(r"(0|[1-9]\d*)(\.commit|(?:/state/leaves-0\.json)?)")
+_STEP = re.compile(r"(0|[1-9]\d*)(\.commit|/state/leaves-0\.json)")
 
 
 def add_checksum(text: bytes) -> bytes:
@@ -28,44 +23,15 @@ def without_checksum(content: bytes) -> bytes | None:
     return text if content == add_checksum(text) else None
 
 
-class Files:
-    """Files below a directory or a URL."""
+class Checksums:
+    """The checksums of a series of checkpoints, at a URL such as file:///a/folder."""
 
     def __init__(self, location: str) -> None:
-        self.location, self._bucket = location, None
-        if is_url(location):
-            from stepfold.object_storage import Bucket  # lazy: imports tensorstore
+        from stepfold.object_storage import Bucket  # lazy: imports tensorstore
 
-            self._bucket = Bucket(location)
-
-    def read(self, name: str) -> bytes | None:
-        """Read a file; None if it is missing."""
-        if self._bucket is not None:
-            return self._bucket.read(name)
-        path = Path(self.location, name)
-        try:
-            if not stat.S_ISREG(path.stat().st_mode):  # a pipe may block
-                raise ValueError(f"{path} is not a file")
-            return path.read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
-    def names(self) -> list[str]:
-        """List the names that begin with a digit, and others if it costs nothing."""
-        if self._bucket is not None:
-            return [name for digit in "0123456789" for name in self._bucket.list_names(digit)]
-        return os.listdir(self.location) if os.path.isdir(self.location) else []
-
-
-class Checksums:
-    """The checksums of a series of checkpoints."""
-
-    def __init__(self, files: Files) -> None:
-        self.location, self._files = files.location, files
-        found = filter(None, map(_STEP.fullmatch, files.names()))
-        self._names = {
-            int(each[1]): each[1] + (each[2] or "/state/leaves-0.json") for each in found
-        }
+        self.location, self._bucket = location, Bucket(location)
+        names = [name for digit in "0123456789" for name in self._bucket.list_names(digit)]
+        self._names = {int(each[1]): each[0] for each in map(_STEP.fullmatch, names) if each}
         self.steps = sorted(self._names)
 
     def read(self, step: int) -> dict[str, dict[Any, Any]]:
@@ -89,7 +55,7 @@ class Checksums:
         return leaves
 
     def _decode(self, name: str) -> Any:
-        if (content := self._files.read(name)) is None:
+        if (content := self._bucket.read(name)) is None:
             raise ValueError(f"{name} is missing")
         if (text := without_checksum(content)) is None:
             raise ValueError(f"{name} is damaged")

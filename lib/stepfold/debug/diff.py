@@ -97,11 +97,11 @@ def diff(
     (10, 'params', 'config: rate 0.1 -> 0.2', False)
     """
     read_positive("rtol", rtol, allow_zero=True)
-    if step is None and not (state is batches is step_b is batches_b is None):
-        refuse("step", "the step of the first run, to run it again", "None")
-    if step is not None and (state is None or batches is None):
-        missing_part = "state" if state is None else "batches"
-        refuse(missing_part, "that of the run, to run its steps again", "None")
+    parts = {"step": step, "state": state, "batches": batches}
+    if not step is state is batches is step_b is batches_b is None:
+        for name, part in parts.items():
+            if part is None:
+                refuse(name, "that of the first run, to run its steps again", "None")
     runs = RunFiles(a), RunFiles(b)
     missing = [*runs[0].missing, *runs[1].missing]
     rows, compared_rows = _compare_metrics(*runs, rtol)

@@ -67,7 +67,7 @@ def replay_steps(
         sources = [stack.enter_context(move) for move in moves[: 2 - is_shared]]
         for number in range(start + 1, until + 1):
             batches = [copy_arrays(next(source, None)) for source in sources] * (1 + is_shared)
-            if None in batches:
+            if any(batch is None for batch in batches):
                 refuse("batches", f"a batch for step {number}", "none", kind=DataError)
             before = copy_arrays(states[0])
             calls = zip(runners, states, batches, strict=True)
@@ -89,16 +89,13 @@ def replay_steps(
 
 def different_leaves(a: Any, b: Any) -> list[str]:
     """Return the paths of the leaves whose bits differ."""
-    others = dict(tree.named_leaves(b))
-    names = [name for name, leaf in tree.named_leaves(a) if not _is_same(leaf, others.get(name))]
-    return names + [name for name in others if name not in dict(tree.named_leaves(a))]
+    one, other = ({name: _bits(leaf) for name, leaf in tree.named_leaves(x)} for x in (a, b))
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    if b is None or is_key(a) != is_key(b):
-        return False
-    a, b = (np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in (a, b))
-    return bool(a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes())
+def _bits(leaf: Any) -> tuple[Any, ...]:
+    array = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+    return is_key(leaf), array.shape, array.dtype, array.tobytes()
 
 
 def _moved(batches: Any, run: RunFiles, position: Any, start: int) -> Any:

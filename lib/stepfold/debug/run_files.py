@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
-from stepfold.checkpoint.checksums import Checksums, Files
+from stepfold.checkpoint.checksums import Checksums
 from stepfold.core.validation import absolute_path, is_url
 from stepfold.errors import StepfoldError, refuse
 from stepfold.loop.json_files import parse_json
 from stepfold.loop.report.read import Curve, read_curves
+from stepfold.object_storage import Bucket
 
 _SECTIONS = ("config", "arguments", "versions", "devices", "mesh", "seed", "parameters")
 
@@ -37,11 +37,14 @@ class RunFiles:
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
         self.name, self.missing = str(run), list[str]()
-        location = self.name if is_url(self.name) else str(absolute_path("run", run))
-        if not is_url(location) and not Path(location).is_dir():
-            kind = "a file" if Path(location).exists() else "a path that does not exist"
-            refuse(self.name, "the directory of a run", kind, "check the path")
-        files, attempts, settings = Files(location), list[Any](), None
+        root, location = None, self.name
+        if not is_url(location):
+            root = absolute_path("run", run)
+            if not root.is_dir():
+                kind = "a file" if root.exists() else "a path that does not exist"
+                refuse(self.name, "the directory of a run", kind, "check the path")
+            location = root.as_uri()
+        bucket, attempts, settings = Bucket(location), list[Any](), None
         self.timeline: list[tuple[int, dict[str, Any]]] = []
         self.notes: list[tuple[int, str]] = []
         self.skipped: list[tuple[int, int]] = []
@@ -49,7 +52,7 @@ class RunFiles:
         self.checksums: Checksums | None = None
         self.config = self.key = None
         with self._converted("run.json", self.missing):
-            info = parse_json(files.read("run.json") or b"null")
+            info = parse_json(bucket.read("run.json") or b"null")
             if info is None:
                 raise ValueError("there is none")
             self.timeline, self.notes = [*_timeline(info)][::-1], [*_notes(info)]
@@ -61,17 +64,16 @@ class RunFiles:
             if attempts and attempts[-1].get("ended") is None:
                 self.missing.append(f"{self.name}: its end: it is running, or was killed")
         with self._converted("metrics.jsonl", self.missing):
-            self.curves, damaged = read_curves(BytesIO(files.read("metrics.jsonl") or b""))
+            self.curves, damaged = read_curves(BytesIO(bucket.read("metrics.jsonl") or b""))
             if damaged or not self.curves:
                 raise ValueError(f"{damaged} damaged lines" if damaged else "there are no rows")
         with self._converted("checkpoints", self.missing):
             directory = (settings or {}).get("directory") or "checkpoints"
-            places = [files]  # the directory of a run, or that of a series itself
-            if is_url(directory) or not is_url(location):
-                below = directory if is_url(directory) else os.path.join(location, directory)
-                places.insert(0, Files(below))
-            series = map(Checksums, places)
-            self.checksums = next((each for each in series if each.steps), None)
+            if root is not None and not is_url(directory):
+                directory = absolute_path("directory", root / directory).as_uri()
+            # The directory of a run may be that of a series itself.
+            places = [directory, location] if is_url(directory) else [location]
+            self.checksums = next((x for x in map(Checksums, places) if x.steps), None)
             if self.checksums is None:
                 raise ValueError("there are none")
         if not (self.timeline or self.curves or self.checksums):
