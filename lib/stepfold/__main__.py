@@ -85,9 +85,11 @@ def _diff(options: argparse.Namespace) -> int:
 
     parts: dict[str, Any] = {}
     if options.replay is not None:
-        make = _load(options.replay, "a function of a config", 1)
+        make = _load("--replay", options.replay, "a function of a config", 1)
         for suffix, run in (("", options.a), ("_b", options.b)):
-            state, step, batches = _check(make(RunFiles(run).config), "(state, step, batches)", 3)
+            state, step, batches = _check(
+                options.replay, make(RunFiles(run).config), "(state, step, batches)", 3
+            )
             parts |= {f"step{suffix}": step, f"batches{suffix}": batches}
             parts.setdefault("state", state)
     found = diff(options.a, options.b, rtol=options.rtol, **parts)
@@ -95,14 +97,14 @@ def _diff(options: argparse.Namespace) -> int:
     return found.exit_code
 
 
-def _load(name: str, expected: str, count: int) -> Callable[..., Any]:
+def _load(verb: str, name: str, expected: str, count: int) -> Callable[..., Any]:
     """Load a function of `count` arguments from script.py:name."""
     from stepfold.core.validation import spell_call, suggest, takes
     from stepfold.errors import refuse
 
     path, _, attribute = name.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        refuse(name, "script.py:make", repr(name), "name a file and its function")
+        refuse(verb, "script.py:make", name, "name a file and its function")
     sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
     names = runpy.run_path(path)
     if attribute not in names:
@@ -115,11 +117,11 @@ def _load(name: str, expected: str, count: int) -> Callable[..., Any]:
     return cast("Callable[..., Any]", function)
 
 
-def _check(made: Any, expected: str, count: int) -> tuple[Any, ...]:
+def _check(name: str, made: Any, expected: str, count: int) -> tuple[Any, ...]:
     from stepfold.errors import refuse
 
     if not isinstance(made, tuple) or len(made) != count:
-        refuse("make", f"{expected} from it", f"{made!r:.80}")
+        refuse(name, f"{expected} from it", f"{made!r:.80}")
     return made
 
 
@@ -127,8 +129,8 @@ def _evaluate(options: argparse.Namespace) -> None:
     from stepfold.core.validation import absolute_path, is_url
     from stepfold.loop.evaluator import find_store, follow_run
 
-    make = _load(options.function, "a function without arguments", 0)
-    made = _check(make(), "(state, evaluations)", 2)
+    make = _load("evaluate", options.function, "a function without arguments", 0)
+    made = _check(options.function, make(), "(state, evaluations)", 2)
     run_dir = options.run_dir
     run_dir = run_dir if is_url(run_dir) else absolute_path("run_dir", run_dir)
     results = follow_run(
