@@ -395,11 +395,9 @@ METHODS = {
     "no notes": (run_files, "_notes", lambda info: [], DEFAULT[3]),
     "one leaf": (module, "_compare_leaves", first_leaf, DEFAULT[0]),
     "arguments without an effect": (module, "_WITHOUT_EFFECT", (), DEFAULT[4]),
-    "nothing is inferred": (module, "_attribute", lambda *_: ([], []), DEFAULT[1]),
+    "nothing is inferred": (module, "_NOT_WRITTEN", {"code": ""}, DEFAULT[1]),
     "no checkpoints": (module, "_compare_checkpoints", no_checkpoints, DEFAULT[0]),
-    "all settings are causes": (
-        module, "_attribute", lambda differences, *_: (differences, []), DEFAULT[2],
-    ),
+    "all settings are causes": (module, "_attribute", lambda found: found, DEFAULT[2]),
 }  # fmt: skip
 
 

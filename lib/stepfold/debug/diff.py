@@ -7,7 +7,7 @@ is left: the contents of the data, the compiler, the hardware.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -108,12 +108,12 @@ def diff(
     saved, compared = _compare_checkpoints(*runs, missing, rtol)
     first = min((at for at in (rows["row"], saved["checkpoint"]) if at is not None), default=None)
     differences, equal = _compare_settings(*runs)
-    causes, others = _attribute(differences, equal, rows["row"], first, saved["equal_until"])
     found = RunDiff(
         runs=(runs[0].name, runs[1].name), steps=(runs[0].step, runs[1].step), step=first,
-        causes=causes, others=others, equal=equal, compared=compared_rows | compared,
+        causes=differences, others=(), equal=equal, compared=compared_rows | compared,
         missing=missing, **rows, **saved,
     )  # fmt: skip
+    found = _attribute(found)
     until = found.step if found.checkpoint is None else found.checkpoint
     if step is None or until is None or until <= found.equal_until:  # then the states are equal
         return found
@@ -241,20 +241,14 @@ def _compare_settings(first: RunFiles, second: RunFiles) -> tuple[list[Cause], l
     return found, [each for each in sections if each not in different]
 
 
-def _attribute(
-    differences: Sequence[Cause],
-    equal: Sequence[str],
-    row: int | None,
-    step: int | None,
-    equal_until: int,
-) -> tuple[list[Cause], list[str]]:
-    """Divide differences into what may be the cause and what cannot be, or infer what is left.
+def _attribute(found: RunDiff) -> RunDiff:
+    """Divide the causes into those that may be it and others, or infer what is left.
 
     What holds from before a checkpoint on at which the states are equal has no effect on them.
     """
-    until = -1 if step is None else step
-    is_of_metrics = row is not None and row <= equal_until
-    since = 0 if is_of_metrics else equal_until
+    until = -1 if found.step is None else found.step
+    is_of_metrics = found.row is not None and found.row <= found.equal_until
+    since = 0 if is_of_metrics else found.equal_until
 
     def may_be(each: Cause) -> bool:
         name = each.what.partition("/")[0].partition(" ")[0]
@@ -262,16 +256,16 @@ def _attribute(
         # A state may be replaced right before it is saved.
         return has_effect and since <= each.since < until + (each.kind == "note")
 
-    ordered = sorted(differences, key=lambda cause: (cause.kind == "program", cause.since))
-    causes, others = [*filter(may_be, ordered)], [str(x) for x in ordered if not may_be(x)]
-    if causes or until < 0:
-        return causes, others
-    left = {**_NOT_WRITTEN}
-    if "program" in equal or any(each.kind == "program" for each in differences):
-        del left["code"]
-    if is_of_metrics:
-        left = {"metric": "how it is computed, or the data of an evaluation"}
-    return [Cause(kind, what, since) for kind, what in left.items()], others
+    causes = sorted(found.causes, key=lambda cause: (cause.kind == "program", cause.since))
+    likely, others = [*filter(may_be, causes)], [str(x) for x in causes if not may_be(x)]
+    if not likely and until >= 0:
+        left = {**_NOT_WRITTEN}
+        if "program" in {*found.equal, *(each.kind for each in causes)}:
+            del left["code"]
+        if is_of_metrics:
+            left = {"metric": "how it is computed, or the data of an evaluation"}
+        likely = [Cause(kind, what, since) for kind, what in left.items()]
+    return found._replace(causes=likely, others=others)
 
 
 def _spell(value: Any) -> str:
