@@ -283,6 +283,12 @@ def check_no_cycle(graph):
         visit(name, [])
 
 
+def test_every_module_at_the_top_is_an_attribute():
+    names = {path.parts[0].removesuffix(".py") for path in MODULES}
+    assert all(getattr(stepfold, name).__name__ == f"stepfold.{name}" for name in names)
+    assert {*stepfold._SUBMODULES} == names
+
+
 def test_every_package_has_its_tests():
     tests = ROOT / "tests"
     packages = {path.parent for path in MODULES} - {Path()}

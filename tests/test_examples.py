@@ -11,6 +11,9 @@ from pydoc_data import topics
 import pytest
 from tests.clients.rows import shows
 
+from stepfold.debug import diff
+
+GOLDEN = Path(__file__).parent / "golden"
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 CASES = [
@@ -75,6 +78,18 @@ def test_quickstart_learns_digits(examples):
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
     assert losses[-1] < losses[0] / 5
     assert float(re.findall(r"test accuracy (\d+\.\d+)", printed)[-1]) > 0.95
+
+
+def test_quickstart_computes_what_it_did(examples):
+    """Compare it with a run that is kept; other versions of jax round differently.
+
+    If it is changed on purpose, copy the two files of its new run to `tests/golden`.
+    """
+    examples.printed("quickstart")
+    found = diff(GOLDEN / "quickstart", examples.folder("quickstart") / "runs/digits", rtol=1e-3)
+    assert found.exit_code == 0, str(found)
+    assert found.compared["rows"] == 48
+    assert {"config", "arguments", "batches", "seed", "parameters"} <= {*found.equal}
 
 
 @pytest.mark.full

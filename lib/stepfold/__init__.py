@@ -275,8 +275,8 @@ _NAMES = {
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 _SUBMODULES = (
-    *("adapter", "checkpoint", "cluster", "core", "data", "errors", "inspect", "internals", "loop"),
-    *("object_storage", "sharding", "table", "tree"),
+    *("adapter", "checkpoint", "cluster", "core", "data", "debug", "errors", "inspect"),
+    *("internals", "loop", "object_storage", "sharding", "table", "testing", "tree"),
 )
 
 

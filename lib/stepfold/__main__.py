@@ -4,7 +4,11 @@ python -m stepfold launch --processes 4 script.py ...
     start the processes of one machine, and start all of them again when one dies
 
 python -m stepfold diff RUN_A RUN_B
-    say where two runs part, and what may be the cause
+    say where two runs part, and what may be the cause; the exit code is 0 if they are equal, 1 if
+    they differ, and 2 if they cannot be compared up to their ends
+
+    def make(config):  # for --replay script.py:make; called with the config of each run
+        return state, step, batches
 
 python -m stepfold evaluate script.py:make RUN_DIR
     evaluate the checkpoints of a run
@@ -15,10 +19,12 @@ python -m stepfold evaluate script.py:make RUN_DIR
 """
 
 import argparse
+import json
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from stepfold.cluster import launcher
 
@@ -46,54 +52,85 @@ def main(arguments: Sequence[str]) -> int:
     evaluate.add_argument("--once", action="store_true", help=text)
     text = "seconds without a new checkpoint after which to end"
     evaluate.add_argument("--timeout", type=float, metavar="SECONDS", help=text)
-    text = "say where two runs part, and what may be the cause; return 1 if they do"
+    text = "say where two runs part, and what may be the cause"
     compare = verbs.add_parser("diff", help=text, description=text)
     for name in ("a", "b"):
         compare.add_argument(name, metavar=name.upper(), help="a run_dir of fit, or its upload")
     text = "the relative difference of metrics that is allowed; compares metrics alone"
     compare.add_argument("--rtol", type=float, default=0.0, metavar="X", help=text)
+    text = "print the result as JSON"
+    compare.add_argument("--json", action="store_true", help=text)
+    text = "run their steps again, with what make(config) -> (state, step, batches) returns"
+    compare.add_argument("--replay", metavar="script.py:make", help=text)
     options = parser.parse_args(arguments)
     if options.verb == "launch":
         return launcher.run(launcher.launch_from(options, launch))
-    from stepfold.errors import ConfigError, StepfoldError  # imports jax; launch does without
+    from stepfold.errors import ConfigError, StepfoldError
 
     try:
         if options.verb == "diff":
-            from stepfold.debug.diff import diff
-
-            found = diff(options.a, options.b, rtol=options.rtol)
-            print(found)  # noqa: T201  this is a command
-            return int(found.differs_at is not None)
+            return _diff(options)
         _evaluate(options)
     except KeyboardInterrupt:
         return 130
     except StepfoldError as error:
         print(error, file=sys.stderr)  # noqa: T201  this is a command
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, ConfigError) or options.verb == "diff" else 1
     return 0
 
 
-def _evaluate(options: argparse.Namespace) -> None:
-    from stepfold.core.validation import absolute_path, is_url, spell_call, suggest, takes
-    from stepfold.errors import refuse
-    from stepfold.loop.evaluator import find_store, follow_run
+def _diff(options: argparse.Namespace) -> int:
+    from stepfold.debug.diff import diff
+    from stepfold.debug.run_files import RunFiles
 
-    path, _, name = options.function.rpartition(":")
+    parts: dict[str, Any] = {}
+    if options.replay is not None:
+        make = _load("--replay", options.replay, "a function of a config", 1)
+        for suffix, run in (("", options.a), ("_b", options.b)):
+            state, step, batches = _check(
+                options.replay, make(RunFiles(run).config), "(state, step, batches)", 3
+            )
+            parts |= {f"step{suffix}": step, f"batches{suffix}": batches}
+            parts.setdefault("state", state)
+    found = diff(options.a, options.b, rtol=options.rtol, **parts)
+    print(json.dumps(found.as_json()) if options.json else found)  # noqa: T201  this is a command
+    return found.exit_code
+
+
+def _load(verb: str, name: str, expected: str, count: int) -> Callable[..., Any]:
+    """Load a function of `count` arguments from script.py:name."""
+    from stepfold.core.validation import spell_call, suggest, takes
+    from stepfold.errors import refuse
+
+    path, _, attribute = name.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        expected, advice = "script.py:make", "name a file and its function"
-        refuse("evaluate", expected, options.function, advice)
+        refuse(verb, "script.py:make", name, "name a file and its function")
     sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
     names = runpy.run_path(path)
-    if name not in names:
-        got = f"no {name!r} in {path}"
-        refuse(options.function, "a function without arguments", got, suggest(name, names))
-    make = names[name]
-    if not callable(make) or not takes(make, 0):
-        got = spell_call(make) if callable(make) else f"{make!r:.80}"
-        refuse(options.function, "a function without arguments", got)
-    made = make()
-    if not isinstance(made, tuple) or len(made) != 2:
-        refuse(options.function, "(state, evaluations) from it", f"{made!r:.80}")
+    if attribute not in names:
+        got = f"no {attribute!r} in {path}"
+        refuse(name, expected, got, suggest(attribute, names))
+    function = names[attribute]
+    if not callable(function) or not takes(function, count):
+        got = spell_call(function) if callable(function) else f"{function!r:.80}"
+        refuse(name, expected, got)
+    return cast("Callable[..., Any]", function)
+
+
+def _check(name: str, made: Any, expected: str, count: int) -> tuple[Any, ...]:
+    from stepfold.errors import refuse
+
+    if not isinstance(made, tuple) or len(made) != count:
+        refuse(name, f"{expected} from it", f"{made!r:.80}")
+    return made
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from stepfold.core.validation import absolute_path, is_url
+    from stepfold.loop.evaluator import find_store, follow_run
+
+    make = _load("evaluate", options.function, "a function without arguments", 0)
+    made = _check(options.function, make(), "(state, evaluations)", 2)
     run_dir = options.run_dir
     run_dir = run_dir if is_url(run_dir) else absolute_path("run_dir", run_dir)
     results = follow_run(

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from stepfold.tree import describe_value
-
 
 class StepfoldError(Exception):
     """Base class of all stepfold errors.
@@ -155,7 +153,11 @@ def refuse(
     ...
     stepfold.errors.ConfigError: steps: expected an integer of at least 1, got float 0.5; ...
     """
-    text = got if isinstance(got, str) else describe_value(got)
+    text = got
+    if not isinstance(got, str):
+        from stepfold.tree import describe_value  # lazy: imports jax
+
+        text = describe_value(got)
     raise kind(f"{argument}: expected {expected}, got {text}{advice and '; '}{advice}") from cause
 
 

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.test_util import check_grads
 
 from stepfold import tree
+from stepfold.checkpoint.leaves import is_key
 from stepfold.core.gradients import make_grad
 from stepfold.core.loss import total_of
 from stepfold.core.precision import Precision
 from stepfold.core.validation import read_function, read_integer, read_positive
+from stepfold.data.shared_memory import dump
+from stepfold.data.workers import workers as in_workers
 from stepfold.debug.diff import diff
 from stepfold.errors import ConfigError, StepfoldError, refuse
 from stepfold.loop.replay.bisect import find_bad_rows
@@ -46,6 +49,27 @@ class LawError(StepfoldError, AssertionError):
     """
 
 
+class _Laws:
+    """The laws that a check has tried, and those that do not hold."""
+
+    def __init__(self, check: str) -> None:
+        self._check, self._names, self._problems = check, list[str](), list[str]()
+
+    def add(self, name: str, problem: str, advice: str) -> None:
+        """Add a law; a problem says why it does not hold."""
+        self._names.append(name)
+        if problem:
+            self._problems.append(f"{name}: {problem}; {advice}")
+
+    def end(self) -> list[str]:
+        """Return the names of all laws, or raise if one does not hold."""
+        if self._problems:
+            count = len(self._problems)
+            title = f"{count} law{'s do' if count > 1 else ' does'} not hold"
+            raise LawError("\n  ".join([f"{self._check}: {title}", *self._problems]))
+        return self._names
+
+
 def check_loss(
     loss_fn: Callable[..., Any],
     params: Any,
@@ -61,21 +85,23 @@ def check_loss(
 
     - *deterministic*: two traces with one key give the same bits.
     - *order*: the order of the rows does not matter.
-    - *split*: the totals and weights of two parts add up to those of the batch, so accumulation,
-      ragged batches and several processes are exact.
+    - *split*: gradients, loss and metrics of parts of the batch, as `accumulate=n` merges them, are
+      those of the batch, so ragged batches and several processes are exact too.
     - *padding*: rows whose mask is false do not matter, if the batch has a `"mask"`.
     - *finite* and *slope*: gradients are finite, and those of finite differences in float64.
     - *bf16*: parameters and batch in bfloat16 change the loss by little.
 
-    A loss that depends on its key, as with dropout, draws other numbers for other rows. Its order,
-    split, padding and slope are not checked: check it again with dropout turned off.
+    A loss that depends on its key, as with dropout, draws other numbers for other rows. The laws of
+    rows and slopes are then not checked: check it again with dropout turned off. Whether a second
+    batch has the same shapes, so that nothing compiles again, is for `check_batches` to say.
 
     Args:
       loss_fn: a `LossFn`.
       params: parameters.
       batch: a batch of at least two rows.
       key: the key; by default `jax.random.key(0)`.
-      stateful: whether the loss carries a model state. The laws of rows are then not checked.
+      stateful: whether the loss carries a model state. The laws of rows and slopes are then not
+        checked.
       model_state: the model state.
       rtol: the relative rounding that is allowed.
       bf16: the relative change of the loss in bfloat16 that is allowed; None checks none.
@@ -103,130 +129,91 @@ def check_loss(
     """
     read_function("loss_fn", loss_fn, "a loss function (params, batch, key) -> …")
     key = jax.random.key(0) if key is None else key
-    rows = _row_count(batch)
-    function = make_grad(loss_fn, stateful=stateful)
-    evaluate = jax.jit(_named(function, model_state))
-    whole = evaluate(params, batch, key)
-    laws = _Laws("check_loss", ["deterministic", "finite"])
+    count = _row_count(batch)
+    laws = _Laws("check_loss")
 
-    again = jax.jit(_named(make_grad(loss_fn, stateful=stateful), model_state))
-    if differing := _differences(whole, again(params, batch, key)):
-        laws.broken(
-            "deterministic",
-            f"{differing} of two traces with one key",
-            "draw random numbers from the key, not from numpy or a counter",
+    def trace(**options: Any) -> Callable[..., dict[str, Any]]:
+        """Compile the loss and its gradient, and name what they return."""
+        function = make_grad(loss_fn, stateful=stateful, **options)
+        means: Any = lambda metrics: {name: each.compute() for name, each in metrics.items()}
+
+        @jax.jit
+        def run(params: Any, batch: Any, key: Any) -> dict[str, Any]:
+            grads, terms, metrics, _ = function(params, batch, key, model_state)
+            return {"gradient": grads, "term": means(terms), "metric": means(metrics)}
+
+        return lambda batch, key=key: run(params, batch, key)
+
+    evaluate = trace()
+
+    def add(name: str, find_problem: Callable[[Any], str], what: str, advice: str) -> None:
+        """Add a law of a batch, and name rows that show that it does not hold."""
+        if problem := find_problem(batch):
+            rows, _ = find_bad_rows(batch, lambda part: bool(find_problem(part)))
+            shown = f", see rows {', '.join(map(str, rows[0]))}" if rows else ""
+            problem = f"{problem} {what}{shown}"
+        laws.add(name, problem, advice)
+
+    problem = _difference(evaluate(batch), trace()(batch), None, " of two traces with one key")
+    advice = "draw random numbers from the key, not from numpy or a counter"
+    laws.add("deterministic", problem, advice)
+    find_nonfinite: Any = lambda batch: ", ".join(_nonfinite(evaluate(batch))[:4])
+    add("finite", find_nonfinite, "is NaN or inf", "let sf.replay find the operation")
+    if find_nonfinite(batch):
+        return laws.end()
+    other_key = evaluate(batch, jax.random.fold_in(key, 1))
+    if not (stateful or _difference(evaluate(batch), other_key)):
+        take: Any = lambda batch, rows: jax.tree.map(lambda x: x[rows] if np.ndim(x) else x, batch)
+        order = np.random.default_rng(0).permutation(count)
+        add(
+            "order",
+            lambda batch: _difference(evaluate(batch), evaluate(take(batch, order)), rtol),
+            "of the same rows in another order",
+            "let no row depend on its place, and draw random numbers from the key alone",
         )
-    is_bad: Any = lambda batch: bool(_nonfinite(evaluate(params, batch, key)))
-    if bad := _nonfinite(whole):
-        shown, _ = find_bad_rows(batch, is_bad)
-        where = f", from row {', '.join(map(str, shown[0]))}" if shown else ""
-        laws.broken(
-            "finite",
-            f"{', '.join(bad[:4])} is NaN or inf{where}",
-            "let sf.replay find the operation",
+        parts = next(each for each in range(min(3, count), count + 1) if count % each == 0)
+        split = trace(accumulate=parts)
+        add(
+            "split",
+            lambda batch: _difference(evaluate(batch), split(batch), rtol),
+            f"with accumulate={parts}",
+            "return sf.mean(values, where), a total and a weight, not a mean of means",
         )
-    other = evaluate(params, batch, jax.random.fold_in(key, 1))
-    is_random = bool(_differences(whole, other))
-    if not (is_random or stateful or bad):
-        _check_rows(laws, evaluate, params, batch, key, rows, rtol)
+        if isinstance(batch, Mapping) and "mask" in batch:
+            add(
+                "padding",
+                lambda batch: _difference(evaluate(batch), evaluate(_padded(batch)), rtol),
+                "with two more rows whose mask is false",
+                "give the mask to each mean, as in sf.mean(values, batch['mask'])",
+            )
         _check_slope(laws, loss_fn, params, batch, key)
-    if bf16 is not None and not bad:
-        _check_bf16(laws, loss_fn, params, batch, key, model_state, bf16)
+    if bf16 is not None:
+        losses = []
+        for function in (loss_fn, Precision(jnp.bfloat16).applied_to(loss_fn)):
+            run = jax.jit(make_grad(function, stateful=stateful))
+            losses.append(float(total_of(run(params, batch, key, model_state)[1])))
+        is_close = abs(losses[1] - losses[0]) <= bf16 * max(abs(losses[0]), 1e-6)
+        problem = f"the loss is {losses[1]:.4g} in bfloat16, and {losses[0]:.4g} in float32"
+        advice = "compute sums, softmax and norms in float32"
+        laws.add("bf16", "" if is_close else problem, advice)
     return laws.end()
 
 
-def _check_rows(
-    laws: "_Laws", evaluate: Any, params: Any, batch: Any, key: Any, rows: int, rtol: float
-) -> None:
-    """Check the laws of rows: their order, their division, and padding."""
-    laws.names += ["order", "split"]
-    whole = evaluate(params, batch, key)
-    take: Any = lambda index: jax.tree.map(lambda x: x[index] if np.ndim(x) else x, batch)
-    order = np.random.default_rng(0).permutation(rows)
-    if differing := _far(whole, evaluate(params, take(order), key), rtol):
-        laws.broken(
-            "order",
-            f"{differing} of the same rows in another order",
-            "let no row depend on its place, and draw random numbers from the key alone",
-        )
-    parts = [evaluate(params, take(index), key) for index in np.array_split(np.arange(rows), 2)]
-    merged = _merge(*parts)
-    if differing := _far(_computed(whole), _computed(merged), rtol):
-        laws.broken(
-            "split",
-            f"{differing} for two halves whose totals and weights are added up",
-            "return sf.mean(values, where), a total and a weight, not a mean of means",
-        )
-    if not (isinstance(batch, Mapping) and "mask" in batch):
-        return
-    laws.names.append("padding")
-    padded = jax.tree.map(_pad, dict(batch))
-    padded["mask"] = jnp.concatenate(
-        [jnp.asarray(batch["mask"]), jnp.zeros_like(jnp.asarray(batch["mask"])[:2])]
-    )
-    if differing := _far(whole, evaluate(params, padded, key), rtol):
-        laws.broken(
-            "padding",
-            f"{differing} with two more rows whose mask is false",
-            "give the mask to each mean, as in sf.mean(values, batch['mask'])",
-        )
-
-
-def _check_slope(laws: "_Laws", loss_fn: Any, params: Any, batch: Any, key: Any) -> None:
-    """Compare gradients with central differences in float64, in a few directions."""
+def _check_slope(laws: _Laws, loss_fn: Any, params: Any, batch: Any, key: Any) -> None:
+    """Compare the gradient with finite differences in float64, in a random direction."""
     with jax.enable_x64(True):
-        wide: Any = lambda node: jax.tree.map(
-            lambda x: jnp.asarray(x, jnp.float64) if _is_float(x) else x, node
-        )
-        params, batch = wide(params), wide(batch)
-        objective: Any = lambda p: total_of(make_grad(loss_fn)(p, batch, key, ())[1])
-        grads = jax.jit(jax.grad(objective))(params)
-        value = jax.jit(objective)
-        if value(params).dtype != jnp.float64:
+        widen: Any = lambda x: jnp.asarray(x, jnp.float64) if tree.is_float(x) else x
+        params, batch = jax.tree.map(widen, (params, batch))
+        loss = jax.jit(lambda params: total_of(make_grad(loss_fn)(params, batch, key, ())[1]))
+        if loss(params).dtype != jnp.float64:
             return  # the loss computes in a narrower dtype
-        laws.names.append("slope")
-        random = np.random.default_rng(0)
-        for _ in range(3):
-            direction = jax.tree.map(
-                lambda x: random.normal(size=np.shape(x)) if _is_float(x) else np.zeros_like(x),
-                params,
-            )
-            move: Any = lambda h: jax.tree.map(
-                lambda x, d: x + h * d if _is_float(x) else x,  # noqa: B023  called at once
-                params,
-                direction,  # noqa: B023
-            )
-            slope = float(value(move(1e-6)) - value(move(-1e-6))) / 2e-6
-            pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(direction), strict=True)
-            wanted = float(sum(np.vdot(np.asarray(g), d) for g, d in pairs))
-            scale = max(abs(slope), abs(wanted), 1e-6)
-            if abs(slope - wanted) > 1e-3 * scale:
-                laws.broken(
-                    "slope",
-                    f"the gradient gives {wanted:.6g} in a direction, differences {slope:.6g}",
-                    "look for stop_gradient, rounding and custom derivatives; a kink may do it too",
-                )
-                return
-
-
-def _check_bf16(
-    laws: "_Laws", loss_fn: Any, params: Any, batch: Any, key: Any, model_state: Any, limit: float
-) -> None:
-    """Compare the loss in bfloat16, as `precision="bf16"` computes it."""
-    laws.names.append("bf16")
-    stateful = bool(jax.tree.leaves(model_state))
-    losses = []
-    for function in (loss_fn, Precision(jnp.bfloat16).applied_to(loss_fn)):
-        objective = make_grad(function, stateful=stateful)
-        terms = jax.jit(objective)(params, batch, key, model_state)[1]
-        losses.append(float(total_of(terms)))
-    change = abs(losses[1] - losses[0]) / max(abs(losses[0]), 1e-6)
-    if not change <= limit:
-        laws.broken(
-            "bf16",
-            f"the loss is {losses[1]:.4g} in bfloat16, and {losses[0]:.4g} in float32",
-            "compute sums, softmax and norms in float32",
-        )
+        problem = ""
+        try:
+            check_grads(loss, (params,), 1, ["rev"], atol=1e-6, rtol=1e-3, eps=1e-6)
+        except AssertionError:
+            problem = "the gradient is not the slope that differences in float64 give"
+    advice = "look for stop_gradient, rounding and custom derivatives; a kink may do it too"
+    laws.add("slope", problem, advice)
 
 
 def check_batches(make: Callable[[], Any], *, steps: int = 8, workers: int = 0) -> list[str]:
@@ -264,47 +251,53 @@ def check_batches(make: Callable[[], Any], *, steps: int = 8, workers: int = 0) 
     """
     read_function("make", make, "a function () -> batches")
     read_integer("steps", steps, 2)
-    laws = _Laws("check_batches", ["again", "form"])
-    first = _read(make(), steps)
+    laws, first = _Laws("check_batches"), _read(make(), steps)
     if len(first) < 2:
         refuse("make", "batches, at least two", f"{len(first)}")
-    laws.equal(
-        "again", first, _read(make(), steps),
-        "make a new source each time, and take no random numbers but those of the seed",
-    )  # fmt: skip
-    for number, batch in enumerate(first):
-        lines = tree.diff(first[0], batch, "batch")
-        if lines and not (number == len(first) - 1 < steps - 1):  # the last one may be shorter
-            laws.broken("form", f"batch {number}: {lines[0]}", "pad or drop what is left over")
-            break
+    problem = _different_batch(first, _read(make(), steps))
+    advice = "make a new source each time, and take no random numbers but those of the seed"
+    laws.add("again", problem, advice)
+    forms = [tree.diff(first[0], batch, f"batch {n}")[:1] for n, batch in enumerate(first)]
+    if len(first) < steps:  # the last one may be shorter
+        del forms[-1]
+    advice = "pad or drop what is left over, or the step compiles again"
+    laws.add("form", next((lines[0] for lines in forms if lines), ""), advice)
     if not hasattr(make(), "get_state"):
         return laws.end()
-    laws.names += ["resume", "source"]
-    for cut in {1, len(first) // 2, len(first) - 1}:
+    problems = []
+    for cut in sorted({1, len(first) // 2, len(first) - 1}):
         one, other = make(), make()
         _read(one, cut)
         other.set_state(one.get_state())
-        laws.equal(
-            "resume", first[cut:], _read(other, len(first) - cut),
-            f"let get_state after {cut} batches hold all that decides the next one",
-        )  # fmt: skip
+        problem = _different_batch(first[cut:], _read(other, len(first) - cut))
+        problems += [f"{problem} after {cut}"] if problem else []
+    laws.add("resume", "".join(problems[:1]), "let get_state hold all that decides the next batch")
     batches = make()
     start = batches.get_state()
     _read(batches, len(first))
     batches.set_state(start)
-    laws.equal(
-        "source", first, _read(batches, len(first)),
-        "let transforms and collate return new arrays, and not write into those they get",
-    )  # fmt: skip
+    problem = _different_batch(first, _read(batches, len(first)))
+    advice = "let transforms and collate return new arrays, and not write into those they get"
+    laws.add("source", problem, advice)
     if workers:
-        from stepfold.data.workers import workers as in_processes
-
-        laws.names.append("workers")
-        laws.equal(
-            "workers", first, _read(in_processes(make(), workers), len(first)),
-            "let a batch depend on its index alone, not on what a process has read before",
-        )  # fmt: skip
+        problem = _different_batch(first, _read(in_workers(make(), workers), len(first)))
+        advice = "let a batch depend on its index alone, not on what a process has read before"
+        laws.add("workers", problem, advice)
     return laws.end()
+
+
+def _read(batches: Any, count: int) -> list[Any]:
+    """Read batches, and copy them, since their arrays may be filled again."""
+    copy: Any = lambda x: np.array(x) if tree.is_array(x) else x
+    return [jax.tree.map(copy, batch) for _, batch in zip(range(count), batches, strict=False)]
+
+
+def _different_batch(wanted: Sequence[Any], got: Sequence[Any]) -> str:
+    """Say which of two lists of batches is the first that differs in a bit, or nothing."""
+    for number, pair in enumerate(zip(wanted, got, strict=False)):
+        if problem := _difference(*pair, None, f" in batch {number}"):
+            return problem
+    return f"{len(got)} batches, not {len(wanted)}" if len(wanted) != len(got) else ""
 
 
 def check_layouts(
@@ -342,17 +335,13 @@ def check_layouts(
     read_function("step", step, "a step (state, batch) -> …")
     if rtol is not None:
         read_positive("rtol", rtol, allow_zero=True)
-    laws, wanted = _Laws("check_layouts", []), jax.device_get(jax.jit(step)(state, batch))
+    laws, wanted = _Laws("check_layouts"), jax.device_get(jax.jit(step)(state, batch))
     for mesh in meshes:
-        name = f"mesh {dict(mesh.shape)}"
-        laws.names.append(name)
         plan = make_sharding(state, mesh) if rules is None else make_sharding(state, mesh, rules)
-        placed, sharded = place(state, plan), shard_batch(batch, mesh)
-        got = jax.device_get(jax.jit(step)(placed, sharded))
-        differing = _differences(wanted, got) if rtol is None else _far(wanted, got, rtol)
-        if differing:
-            advice = "let no part of the step depend on how rows or parameters are divided"
-            laws.broken(name, f"{differing} of one device", advice)
+        got = jax.device_get(jax.jit(step)(place(state, plan), shard_batch(batch, mesh)))
+        problem = _difference(wanted, got, rtol, " of one device")
+        advice = "let no part of the step depend on how rows or parameters are divided"
+        laws.add(f"mesh {dict(mesh.shape)}", problem, advice)
     return laws.end()
 
 
@@ -378,167 +367,95 @@ def check_resume(
     read_function("run", run, "a function of a directory, which calls fit")
     read_integer("cuts", cuts)
     with tempfile.TemporaryDirectory(prefix="stepfold-resume-") as folder:
-        whole, cut = Path(folder, "whole"), Path(folder, "cut")
-        program = Path(folder, "run.pickle")
-        program.write_bytes(_pickle(run))
+        whole, cut, program = (Path(folder, name) for name in ("whole", "cut", "run.pickle"))
+        try:
+            data, buffers = dump(run)
+        except (ConfigError, pickle.PicklingError, TypeError) as error:
+            expected = "a function that can be sent to another process"
+            advice = "let it make what it uses, or define that in a module"
+            refuse("run", expected, f"one that cannot: {error}", advice, cause=error)
+        program.write_bytes(pickle.dumps((data, [np.frombuffer(x, np.uint8) for x in buffers])))
         deadline = time.monotonic() + timeout
         _run(program, whole, deadline)
-        rows = _rows(whole)
-        if not rows or not (whole / "run.json").exists():
+        curves, _, _ = read_metrics(whole / "metrics.jsonl")
+        rows = sorted({int(step) for curve in curves.values() for step in curve.steps})
+        if not rows:
             refuse("run", "a call of fit with run_dir=directory, and log points", "neither")
         random = np.random.default_rng(seed)
         chosen = sorted(random.choice(rows[:-1] or rows, min(cuts, len(rows)), replace=False))
         for number, step in enumerate(chosen):
-            _run(program, cut, deadline, until=int(step), signal_number=_SIGNALS[number % 2])
+            kill = (signal.SIGKILL, signal.SIGTERM)[number % 2]
+            _run(program, cut, deadline, int(step), kill)
         _run(program, cut, deadline)
         found = diff(whole, cut)
-        if found.checkpoint is None and any("checkpoint" in text for text in found.missing):
+        if not found.compared["checkpoints"]:
             expected = "a run with checkpoints=sf.Checkpoints(every=…, keep=None)"
             refuse("run", expected, "; ".join(found.missing))
-        problem = "" if found.differs_at is None else str(found)
-        if not problem and _rows(cut) != rows:
-            extra = sorted({*rows} ^ {*_rows(cut)})
-            problem = f"rows of steps {', '.join(map(str, extra[:8]))} are in one run alone"
+        problem = "" if found.is_equal else str(found)
+        if not problem and found.compared["rows"] < len(rows):
+            problem = f"only {found.compared['rows']} of {len(rows)} rows of metrics are in both"
         if problem:
-            problem = problem.replace(f"{whole}", "whole").replace(f"{cut}", "cut")
             where = ", ".join(f"{int(step):,}" for step in chosen)
             raise LawError(
                 f"check_resume: expected the run without cuts, got another after cuts at step "
                 f"{where}; let state, batches and hooks keep all that decides the next step\n"
-                f"{problem}"
+                + problem.replace(f"{whole}", "whole").replace(f"{cut}", "cut")
             )
 
 
-_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 _CHILD = """
 import pickle, sys
 sys.path[:] = {path}
 with open(sys.argv[1], "rb") as file:
-    run = pickle.load(file)
-run(sys.argv[2])
+    data, buffers = pickle.load(file)
+pickle.loads(data, buffers=buffers)(sys.argv[2])
 """
 
 
-def _pickle(run: Any) -> bytes:
-    has_cloudpickle = find_spec("cloudpickle") is not None
-    try:
-        if has_cloudpickle:
-            import cloudpickle
-
-            return bytes(cloudpickle.dumps(run))
-        return pickle.dumps(run)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        advice = "let it make what it uses, or define that in a module"
-        if not has_cloudpickle:
-            advice += ", or pip install 'stepfold[workers]' for functions of a script or a notebook"
-        expected = "a function that can be sent to another process"
-        refuse("run", expected, f"one that uses what cannot: {error}", advice, cause=error)
-
-
 def _run(
-    program: Path,
-    directory: Path,
-    deadline: float,
-    *,
-    until: int | None = None,
-    signal_number: int = 0,
+    program: Path, directory: Path, deadline: float, until: float = np.inf, kill: int = 0
 ) -> None:
     """Run the program in a process, to the end, or until it has logged a step."""
     log = program.with_suffix(".log")
-    code = _CHILD.format(path=sys.path)
-    command = [sys.executable, "-c", code, str(program), str(directory)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    command = [sys.executable, "-c", _CHILD.format(path=sys.path), str(program), str(directory)]
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
         try:
-            while process.poll() is None and time.monotonic() < deadline:
-                if until is not None and (last_step(directory / "metrics.jsonl") or 0) >= until:
-                    process.send_signal(signal_number)
+            while process.poll() is None:
+                if time.monotonic() > deadline:
+                    refuse("timeout", "a longer time for the run", "an end of the time")
+                if (last_step(directory / "metrics.jsonl") or 0) >= until:
+                    process.send_signal(kill)
                     process.wait(max(1.0, deadline - time.monotonic()))
                     return
                 time.sleep(0.01)
-            exit_code = process.poll()
         finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-    if exit_code is None:
-        refuse("timeout", "a longer time for the run", "an end of the time")
-    if exit_code != 0:
+            process.kill()
+    if process.returncode:
         end = log.read_text(errors="replace").strip()[-2000:]
-        raise ConfigError(f"run: expected it to end with code 0, got {exit_code}:\n{end}")
+        raise ConfigError(f"run: expected it to end with code 0, got {process.returncode}:\n{end}")
 
 
-def _rows(directory: Path) -> list[int]:
-    curves, _, _ = read_metrics(directory / "metrics.jsonl")
-    return sorted({int(step) for curve in curves.values() for step in curve.steps})
+# Comparisons
 
 
-# What the checks share
-
-
-class _Laws:
-    """The laws that a check has tried, and those that do not hold."""
-
-    def __init__(self, check: str, names: list[str]) -> None:
-        self._check, self.names, self._problems = check, names, dict[str, str]()
-
-    def broken(self, name: str, what: str, advice: str) -> None:
-        self._problems.setdefault(name, f"{name}: {what}; {advice}")
-
-    def equal(self, name: str, wanted: Sequence[Any], got: Sequence[Any], advice: str) -> None:
-        """Compare batches, to the bit."""
-        for number, (one, other) in enumerate(zip(wanted, got, strict=False)):
-            if differing := _differences(one, other):
-                self.broken(name, f"{differing} in batch {number}", advice)
-                return
-        if len(wanted) != len(got):
-            self.broken(name, f"{len(got)} batches instead of {len(wanted)}", advice)
-
-    def end(self) -> list[str]:
-        if self._problems:
-            count = len(self._problems)
-            title = f"{count} law{'s do' if count > 1 else ' does'} not hold"
-            raise LawError("\n  ".join([f"{self._check}: {title}", *self._problems.values()]))
-        return self.names
-
-
-def _read(batches: Any, count: int) -> list[Any]:
-    """Read batches, and copy them, since their arrays may be filled again."""
-    iterator, found = iter(batches), []
-    for _ in range(count):
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            break
-        found.append(jax.tree.map(lambda x: np.array(x) if tree.is_array(x) else x, batch))
-    return found
-
-
-def _differences(wanted: Any, got: Any) -> str:
-    """Say which leaf differs in a bit, or nothing."""
-    return _compare(chex.assert_trees_all_equal, wanted, got)
-
-
-def _far(wanted: Any, got: Any, rtol: float) -> str:
-    """Say which leaf differs by more than rounding, or nothing."""
-    scale: Any = lambda x: np.max(np.abs(np.asarray(x)), initial=0.0)
-
-    def close(one: Any, other: Any) -> None:
-        atol = rtol * float(max(scale(one), scale(other), 1e-3))
-        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
-
-    return _compare(lambda a, b: jax.tree.map(close, a, b) and None, wanted, got)
-
-
-def _compare(check: Callable[[Any, Any], Any], wanted: Any, got: Any) -> str:
+def _difference(wanted: Any, got: Any, rtol: float | None = None, what: str = "") -> str:
+    """Say which leaf differs, by more than rounding or in a bit, or nothing."""
     one, other = (dict(tree.named_leaves(_numbers(each))) for each in (wanted, got))
     if one.keys() != other.keys():
-        return f"{min(one.keys() ^ other.keys())} is in one of them alone"
+        return f"{min(one.keys() ^ other.keys())} is in one of them alone{what}"
     for name, leaf in one.items():
         try:
-            check(leaf, other[name])
+            if rtol is None:
+                chex.assert_trees_all_equal(leaf, other[name], strict=True)
+            else:
+                sizes = (np.max(np.abs(x), initial=1e-3) for x in (leaf, other[name]))
+                limits = {"rtol": rtol, "atol": rtol * float(max(sizes))}
+                chex.assert_trees_all_close(leaf, other[name], **limits)
         except AssertionError:
-            return _describe_change(name or "the array", leaf, other[name])
+            return _describe_change(name or "the array", leaf, other[name]) + what
     return ""
 
 
@@ -552,22 +469,13 @@ def _describe_change(name: str, wanted: np.ndarray, got: np.ndarray) -> str:
 
 def _numbers(node: Any) -> Any:
     """Replace keys by their numbers, and bring all arrays to the host."""
-
-    def plain(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        return np.asarray(leaf)
-
+    plain: Any = lambda leaf: np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
     return jax.tree.map(plain, node)
 
 
 def _nonfinite(node: Any) -> list[str]:
     leaves = tree.named_leaves(_numbers(node))
     return [name for name, x in leaves if x.dtype.kind == "f" and not np.isfinite(x).all()]
-
-
-def _is_float(leaf: Any) -> bool:
-    return tree.is_array(leaf) and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
 
 
 def _row_count(batch: Any) -> int:
@@ -577,36 +485,16 @@ def _row_count(batch: Any) -> int:
     return int(sizes.pop())
 
 
-def _named(function: Any, model_state: Any) -> Any:
-    """Name what a gradient function returns."""
+def _padded(batch: Any) -> dict[str, Any]:
+    """Append two rows of other values, whose mask is false."""
 
-    def run(params: Any, batch: Any, key: Any) -> dict[str, Any]:
-        grads, terms, metrics, _ = function(params, batch, key, model_state)
-        return {"gradient": grads, "term": terms, "metric": metrics}
+    def pad(leaf: Any) -> Any:
+        if not np.ndim(leaf):
+            return leaf
+        array = jnp.asarray(leaf)
+        rows = array[:2]
+        return jnp.concatenate([array, 3 * rows + 1 if tree.is_float(array) else rows])
 
-    return run
-
-
-def _merge(one: Any, other: Any) -> dict[str, Any]:
-    """Merge the terms and metrics of two parts of a batch."""
-    return {
-        kind: {name: part.merge(other[kind][name]) for name, part in one[kind].items()}
-        for kind in ("term", "metric")
-    }
-
-
-def _computed(results: Any) -> dict[str, Any]:
-    """Return the values of terms and metrics, without their totals and weights."""
-    return {
-        kind: {name: metric.compute() for name, metric in results[kind].items()}
-        for kind in ("term", "metric")
-    }
-
-
-def _pad(leaf: Any) -> Any:
-    """Append two rows of other values."""
-    if not np.ndim(leaf):
-        return leaf
-    array = jnp.asarray(leaf)
-    rows = array[:2]
-    return jnp.concatenate([array, 3 * rows + 1 if _is_float(rows) else rows])
+    mask = jnp.asarray(batch["mask"])
+    padded: dict[str, Any] = jax.tree.map(pad, dict(batch))
+    return padded | {"mask": jnp.concatenate([mask, jnp.zeros_like(mask[:2])])}

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.s3 import shared_server, use_credentials
 
 import stepfold as sf
+from stepfold.__main__ import main
+from stepfold.checkpoint.checksums import add_checksum, without_checksum
 from stepfold.debug.diff import diff
 from stepfold.errors import ConfigError
 
@@ -51,6 +55,7 @@ class Change(NamedTuple):
     log_every: int = 10
     mesh: Any = None
     config: Any = None
+    url: Any = None
 
 
 def train(folder: Path, steps: int = 60, *, every: int = 20, **changes: Any) -> Path:
@@ -71,10 +76,11 @@ def train(folder: Path, steps: int = 60, *, every: int = 20, **changes: Any) -> 
         steps=steps,
         run_dir=sf.RunDirectory(
             folder,
+            upload=change.url,
             config=change.config or {"adam": {"rate": change.rate}},
             compilation_cache=False,
         ),
-        checkpoints=sf.Checkpoints(every=every, keep=None),
+        checkpoints=sf.Checkpoints(change.url, every=every, keep=None),
         hooks=[sf.progress("none"), *change.hooks],
         log_every=change.log_every,
     )
@@ -93,6 +99,12 @@ def copy(first, tmp_path):
 
 def kinds(found) -> set[str]:
     return {cause.kind for cause in found.causes}
+
+
+def counts(found):
+    """Return the rows, the checkpoints and the leaves that were compared, and the last step."""
+    names = ("rows", "checkpoints", "leaves")
+    return *(found.compared[name] for name in names), found.compared_until
 
 
 def replace_at(step):
@@ -149,82 +161,33 @@ def first_use(row):
 
 def test_equal_runs_have_no_difference(first, tmp_path):
     found = diff(first, train(tmp_path / "b"))
-    assert (found.differs_at, found.equal_until, found.missing) == (None, 60, [])
-    assert {"config", "batches", "seed", "version", "device", "program"} <= {*found.equal}
-    assert str(found).startswith("no difference up to step 60 of 60")
+    assert (found.step, found.equal_until, found.missing) == (None, 60, [])
+    assert {"config", "batches", "seed", "versions", "devices", "program"} <= {*found.equal}
+    assert counts(found) == (6, 3, 9, 60)
+    assert str(found).startswith("equal up to step 60, the last of both\n")
+    assert "compared  6 rows of metrics, 3 checkpoints of 9 leaves" in str(found)
 
 
-CAUSES = {
-    "hyper-parameter": ({"rate": 2e-2}, "config: adam/rate 0.01 -> 0.02"),
-    "loss": ({"loss": scaled_loss_fn}, "program: of the step"),
-    "seed of the batches": ({"seed": 1}, "seed: batches 0 -> 1"),
-    "batch size": ({"batch_size": 6}, "batches: batch_size 8 -> 6"),
-    "length of the data": (
-        {"data": {name: array[:80] for name, array in DATA.items()}},
-        "batches: length 96 -> 80",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CAUSES)
-def test_a_cause_is_named_and_parts_the_runs_at_once(first, tmp_path, name):
-    changes, cause = CAUSES[name]
-    found = diff(first, train(tmp_path / "b", **changes))
-    assert cause in map(str, found.causes)
-    assert found.equal_until == 0 < found.differs_at <= 10
-    assert found.checkpoint == 20
-    assert "params/w" in found.leaves
-
-
-@pytest.mark.parametrize("row", [3, 50])
-@pytest.mark.parametrize("change", ["value", "swap"])
-def test_contents_of_the_data_are_what_is_left(first, tmp_path, row, change):
-    data = changed(row, 3.0) if change == "value" else swapped(row, (row + 7) % ROWS)
-    uses = [first_use(row)] if change == "value" else [first_use(row), first_use((row + 7) % ROWS)]
-    found = diff(first, train(tmp_path / "b", data=data))
-    assert kinds(found) == {"unknown"}
-    assert "contents of the data" in str(found.causes[0])
-    assert found.equal_until < min(uses) <= found.differs_at <= -(-min(uses) // 10) * 10
-
-
-@pytest.mark.parametrize("step", [13, 27])
-def test_a_flipped_bit_is_bounded_by_rows_and_checkpoints(first, tmp_path, step):
-    found = diff(first, train(tmp_path / "b", hooks=[FlippedBit(step)]))
-    assert kinds(found) == {"unknown"}
-    assert "fault of the hardware" in str(found.causes[0])
-    assert found.equal_until <= step < found.differs_at <= step + 10
+def test_a_difference_without_an_effect_is_no_cause(first, tmp_path):
+    """A label of a config differs from the start on, and the states part after a checkpoint."""
+    hooks = [FlippedBit(27)]
+    found = diff(first, train(tmp_path / "b", hooks=hooks, config={"label": "b"}))
+    assert kinds(found) == {"data", "hardware", "compiler"}
+    assert "config: label nothing -> b" in found.others
 
 
 def test_a_setting_of_jax_changes_the_program(first, tmp_path):
     with jax.default_matmul_precision("float32"):  # it changes no bit on a CPU
         found = diff(first, train(tmp_path / "b"))
-    assert found.differs_at is None
+    assert found.is_equal
     assert "program: of the step" in found.others
-
-
-def test_a_replaced_state_is_a_note_at_its_step(first, tmp_path):
-    found = diff(first, train(tmp_path / "b", hooks=[replace_at(30)]))
-    assert next(cause for cause in found.causes if cause.kind == "note").since == 30
-    assert "halved" in str(found)
-    assert 30 <= found.equal_until < found.differs_at <= 40
-
-
-def test_a_resume_with_another_rate_is_named_with_its_step(first, tmp_path):
-    train(tmp_path / "b", 40)
-    with pytest.warns(UserWarning, match="config: changed"):
-        train(tmp_path / "b", rate=2e-2)
-    found = diff(first, tmp_path / "b")
-    (cause,) = (each for each in found.causes if each.kind == "config")
-    assert cause.since == 40
-    assert f"adam/rate 0.01 -> 0.02, from the resume at step 40 of {tmp_path / 'b'}" in cause.what
-    assert 40 <= found.equal_until < found.differs_at <= 50
 
 
 def test_a_resume_that_changes_nothing_makes_no_difference(first, tmp_path):
     train(tmp_path / "b", 40)
     train(tmp_path / "b")
     found = diff(first, tmp_path / "b")
-    assert (found.differs_at, found.equal_until) == (None, 60)
+    assert (found.step, found.equal_until) == (None, 60)
 
 
 def test_another_version_is_named(copy, first):
@@ -232,30 +195,44 @@ def test_another_version_is_named(copy, first):
     info["versions"]["jax"] = "0.0.1"
     (copy / "run.json").write_text(json.dumps(info))
     found = diff(first, copy)
-    assert found.differs_at is None
-    assert any("jax" in other for other in found.others)
+    assert found.is_equal
+    assert any("versions: jax" in other for other in found.others)
+
+
+def test_leaves_with_other_shards_are_not_compared(copy, first):
+    for path in (copy / "checkpoints").glob("*/state/leaves-0.json"):
+        manifest = json.loads(without_checksum(path.read_bytes()))
+        other = [
+            [name, [[0, 2]], 1] for name, region, _ in manifest["shards"] if region == [[0, 4]]
+        ]
+        kept = [shard for shard in manifest["shards"] if shard[1] != [[0, 4]]]
+        path.write_bytes(add_checksum(json.dumps(manifest | {"shards": kept + other}).encode()))
+    found = diff(first, copy)
+    assert (found.is_equal, counts(found)) == (True, (6, 3, 6, 60))
+    assert found.missing == ["checkpoints: 3 of 9 leaves have other shards"]
 
 
 @pytest.mark.full
 def test_runs_on_other_meshes_compare_rows(first, tmp_path):
     found = diff(first, train(tmp_path / "b", mesh=sf.make_mesh((-1,), ("data",))))
-    assert any(cause.kind == "device" for cause in found.causes) or found.differs_at is None
-    assert diff(first, tmp_path / "b", rtol=1e-3).differs_at is None
+    assert any(cause.kind == "mesh" for cause in found.causes) or found.step is None
+    assert diff(first, tmp_path / "b", rtol=1e-3).step is None
 
 
 def test_other_log_points_and_hooks_compare_by_what_they_share(first, tmp_path):
     found = diff(first, train(tmp_path / "b", log_every=7, hooks=[sf.throughput()]))
-    assert (found.differs_at, found.equal_until) == (None, 60)  # by checkpoints
+    assert (found.step, found.equal_until) == (None, 60)  # by checkpoints
     assert any("log_every" in other for other in found.others)
 
 
 def test_rtol_finds_the_first_step_beyond_it_and_the_growth(first, tmp_path):
     other = train(tmp_path / "b", rate=1.0001e-2)
     exact, close = diff(first, other), diff(first, other, rtol=1e-4)
-    assert exact.differs_at <= 20
-    assert close.differs_at is None or close.differs_at > exact.differs_at
+    assert exact.step <= 20
+    assert close.step is None or close.step > exact.step
     assert all(0 <= value < 1e-2 for value in exact.growth.values())
     assert close.checkpoint is None
+    assert any("as rtol asks" in each for each in close.missing)
     with pytest.raises(ConfigError, match="rtol"):
         diff(first, other, rtol=-1.0)
 
@@ -263,9 +240,9 @@ def test_rtol_finds_the_first_step_beyond_it_and_the_growth(first, tmp_path):
 def test_another_order_of_arguments_says_the_same(first, tmp_path):
     other = train(tmp_path / "b", seed=3)
     forward, backward = diff(first, other), diff(other, first)
-    assert forward.differs_at == backward.differs_at
+    assert forward.step == backward.step
     assert [*forward.leaves] == [*backward.leaves]
-    assert "seed: batches 3 -> 0" in map(str, backward.causes)
+    assert "batches: seed 3 -> 0" in map(str, backward.causes)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "checkpoints"])
@@ -273,9 +250,11 @@ def test_what_is_absent_is_said_and_the_rest_compared(copy, first, name):
     path = copy / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     found = diff(first, copy)
-    assert found.differs_at is None
-    assert found.equal_until == 60
-    assert any(str(copy) in text for text in found.missing)
+    assert (found.is_equal, found.compared_until) == (True, 60)
+    assert any(f"{copy}: {name}" in text for text in found.missing)
+    assert (found.compared["rows"] == 0) == (name == "metrics.jsonl")
+    assert (found.compared["checkpoints"] == 0) == (name == "checkpoints")
+    assert (found.equal == []) == (name == "run.json")
 
 
 def test_damage_is_said_and_the_rest_compared(copy, first):
@@ -285,8 +264,147 @@ def test_damage_is_said_and_the_rest_compared(copy, first):
         file.write("not JSON\n")
     (copy / "run.json").write_text("{")
     found = diff(first, copy)
-    assert (found.differs_at, found.equal_until) == (None, 60)
-    assert len(found.missing) >= 3
+    assert (found.is_equal, found.equal_until) == (True, 60)
+    assert [text.removeprefix(f"{copy}: ").partition(":")[0] for text in found.missing] == [
+        "run.json", "metrics.jsonl", "checkpoint of step 40"
+    ]  # fmt: skip
+    assert found.compared["checkpoints"] == 2
+
+
+JSON_OF_ANOTHER_FORM = ["[]", '{"attempts": 3}', '{"attempts": [{}]}', '{"rollbacks": [[1]]}', "3"]
+
+
+@pytest.mark.parametrize("content", JSON_OF_ANOTHER_FORM)
+def test_a_run_json_of_another_form_is_damaged(copy, first, content):
+    (copy / "run.json").write_text(content)
+    found = diff(first, copy)
+    assert found.is_equal
+    assert [f"{copy}: run.json: it is damaged" in text for text in found.missing] == [True]
+
+
+def test_runs_that_share_nothing_are_not_equal(copy, first):
+    """With other rows and no checkpoints, there is nothing to compare."""
+    shutil.rmtree(copy / "checkpoints")
+    rows = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**row, "step": row["step"] - 5}) for row in rows]
+    (copy / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    found = diff(first, copy)
+    assert (found.is_equal, found.exit_code, found.step) == (None, 2, None)
+    assert found.compared["rows"] == 0
+    assert str(found).startswith("no difference up to step 0, and no more to compare")
+
+
+@pytest.mark.parametrize("with_rtol", [False, True])
+def test_a_run_that_ends_earlier_is_not_equal(first, tmp_path, with_rtol):
+    found = diff(first, train(tmp_path / "b", 40), rtol=1e-3 * with_rtol)
+    assert (found.is_equal, found.exit_code, found.steps) == (None, 2, (60, 40))
+    assert "no difference up to step 40" in str(found)
+
+
+def test_rows_without_the_last_step_are_not_equal(copy, first):
+    shutil.rmtree(copy / "checkpoints")
+    rows = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(rows[:-1]))
+    assert diff(first, copy).is_equal is None
+
+
+def test_a_run_that_is_running_is_compared_up_to_there(copy, first):
+    info = json.loads((copy / "run.json").read_text())
+    info["attempts"][-1] |= {"ended": None, "to": 60}
+    (copy / "run.json").write_text(json.dumps(info))
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 70, "train/lo')
+    found = diff(first, copy)
+    assert found.step is None
+    assert any("it is running, or was killed" in text for text in found.missing)
+
+
+def test_metrics_that_differ_alone_say_so(copy, first):
+    path = copy / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1]["train/loss"] += 0.5
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = diff(first, copy)
+    assert (found.step, found.checkpoint, found.equal_until) == (20, None, 60)
+    assert kinds(found) == {"metric"}
+    old, new = found.rows["train/loss"]
+    assert new == old + 0.5
+    assert "the states are equal up to step 60" in str(found)
+
+
+def test_the_directory_of_a_series_is_compared_by_itself(first, copy):
+    found = diff(first / "checkpoints", copy / "checkpoints")
+    assert found.is_equal
+    assert counts(found) == (0, 3, 9, 60)
+
+
+def test_checkpoints_elsewhere_are_found(first, copy, tmp_path):
+    for directory in (str(tmp_path / "moved"), "../renamed"):
+        place = copy / directory
+        (copy / "checkpoints").rename(place)
+        info = json.loads((copy / "run.json").read_text())
+        info["arguments"]["checkpoints"]["directory"] = directory
+        (copy / "run.json").write_text(json.dumps(info))
+        assert counts(diff(first, copy)) == (6, 3, 9, 60)
+        place.rename(copy / "checkpoints")
+
+
+def place_of(kind, folder, monkeypatch):
+    if kind == "file":
+        return f"file://{folder}"
+    use_credentials(monkeypatch)
+    return shared_server().url(folder.name)
+
+
+@pytest.mark.parametrize("kind", ["file", pytest.param("s3", marks=pytest.mark.full)])
+def test_a_run_in_object_storage_is_compared(first, tmp_path, monkeypatch, kind):
+    url = place_of(kind, tmp_path / "bucket", monkeypatch)
+    equal, other = train(tmp_path / "b", url=url), train(tmp_path / "c", rate=2e-2)
+    found = diff(first, url)
+    assert (found.is_equal, found.missing) == (True, [])
+    assert counts(found) == (6, 3, 9, 60)
+    assert diff(equal, url).is_equal  # its run.json names the bucket of the checkpoints
+    found = diff(url, other)
+    assert (found.checkpoint, found.cause.what) == (20, "adam/rate 0.01 -> 0.02")
+
+
+WITHOUT_JAX = """
+import sys
+sys.modules["jax"] = None  # so that its import fails
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+from stepfold.__main__ import main
+from stepfold.checkpoint.checksums import add_checksum, without_checksum
+code = main(["diff", *sys.argv[1:]])
+assert not [path for path in opened if "/d/" in path or "ocdbt" in path], opened
+sys.exit(code)
+"""
+
+
+def test_files_are_compared_without_jax_and_without_arrays(first, tmp_path):
+    other = train(tmp_path / "b", rate=2e-2)
+    command = [sys.executable, "-c", WITHOUT_JAX, str(first), str(other)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.strip() == str(diff(first, other))
+
+
+def test_long_runs_take_seconds(first, tmp_path):
+    """10,000 rows and 100 checkpoints."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for step in range(100, 10_001, 100):
+            state = tmp_path / name / "checkpoints" / str(step) / "state"
+            state.mkdir(parents=True)
+            shutil.copy(first / "checkpoints/60/state/leaves-0.json", state)
+        with (tmp_path / name / "metrics.jsonl").open("w") as file:
+            for step in range(1, 10_001):
+                file.write(json.dumps({"step": step, "train/loss": 1 / step}) + "\n")
+    start = time.process_time()
+    found = diff(tmp_path / "a", tmp_path / "b")
+    assert time.process_time() - start < 5
+    assert found.is_equal
+    assert counts(found) == (10_000, 100, 9, 10_000)
 
 
 def test_a_leaf_in_one_run_alone_differs(first, tmp_path):
@@ -301,7 +419,7 @@ def test_a_leaf_in_one_run_alone_differs(first, tmp_path):
     )  # fmt: skip
     found = diff(first, tmp_path / "b")
     assert "params/b" in found.leaves
-    assert any(cause.kind == "state" for cause in found.causes)
+    assert any(cause.kind == "parameters" for cause in found.causes)
 
 
 @pytest.mark.parametrize("path", ["nothing", "file"])
@@ -310,19 +428,54 @@ def test_what_is_no_run_is_refused(first, tmp_path, path):
     with pytest.raises(ConfigError, match="expected the directory of a run"):
         diff(first, tmp_path / path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="neither"):
+    with pytest.raises(ConfigError, match="got none of them; give a run_dir of fit"):
         diff(first, tmp_path / "empty")
 
 
-def test_the_command_prints_and_returns_one_for_a_difference(first, copy, tmp_path):
-    run = lambda *paths: subprocess.run(
-        [sys.executable, "-m", "stepfold", "diff", *map(str, paths)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    same, absent = run(first, copy), run(first, tmp_path / "absent")
-    assert (same.returncode, absent.returncode) == (0, 2)
-    assert "no difference up to step 60 of 60" in same.stdout
-    assert "check the path" in absent.stderr
+SCRIPT = """
+import jax, jax.numpy as jnp, optax, stepfold as sf
+from tests.debug.test_diff import new_state, program
+
+def make(config):
+    return new_state(), *program(rate=config["adam"]["rate"])
+"""
+
+
+def test_the_command_has_three_exit_codes(first, copy, tmp_path, capsys):
+    other = train(tmp_path / "b", rate=2e-2)
+    shutil.rmtree(copy / "checkpoints")
+    command = lambda *arguments: main(["diff", *map(str, arguments)])
+    assert command(first, copy) == 0
+    assert capsys.readouterr().out.startswith("equal up to step 60, the last of both\n")
+    assert command(first, other, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["is_equal"]) == (10, False)
+    assert found["causes"][0] == {"kind": "config", "what": "adam/rate 0.01 -> 0.02", "since": 0}
+    assert command(first, tmp_path / "absent") == 2
+    assert "check the path" in capsys.readouterr().err
+    (copy / "metrics.jsonl").unlink()
+    assert command(first, copy) == 2
+
+
+def test_the_command_runs_the_steps_of_a_script_again(first, tmp_path, capsys):
+    other = train(tmp_path / "b", rate=2e-2)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert main(["diff", str(first), str(other), "--replay", f"{tmp_path}/train.py:make"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("first difference: step 1 of 60\n")
+    assert "  cause     program: mul at " in printed
+    assert main(["diff", str(first), str(other), "--replay", f"{tmp_path}/train.py:made"]) == 2
+    assert "did you mean 'make'?" in capsys.readouterr().err
+
+
+def test_values_that_are_not_finite_are_text_in_json(copy, first):
+    path = copy / "metrics.jsonl"
+    text = path.read_text().splitlines()
+    text[3] = json.dumps(json.loads(text[3]) | {"train/loss": float("nan")})
+    path.write_text("\n".join(text) + "\n")
+    found = diff(first, copy)
+    assert np.isnan(found.rows["train/loss"][1])
+    assert found.as_json()["rows"]["train/loss"][1] == "NaN"
 
 
 # With the program of the runs
@@ -343,7 +496,12 @@ def diff_again(first, other, **changes):
     given = {"step": step, "batches": batches, "state": new_state()}
     if changes:
         given |= {"step_b": step_b, "batches_b": batches_b}
-    return diff(first, other, **given).replayed
+    return diff(first, other, **given)
+
+
+def faulty(found):
+    """Return the runs that have not saved what their programs compute."""
+    return [each.what.partition(" has not ")[0] for each in found.causes if each.kind == "fault"]
 
 
 @pytest.mark.parametrize("row", [11, 70])
@@ -351,32 +509,56 @@ def test_a_changed_value_is_found_in_its_step_and_row(first, tmp_path, row):
     data = changed(row, 3.0)
     found = diff_again(first, train(tmp_path / "b", data=data), data=data)
     assert found.step == first_use(row)
-    assert found.inputs == ["batch"]
     batches = sf.batches({"row": np.arange(ROWS)}, 8, seed=0)
     rows = [next(batches)["row"] for _ in range(found.step)][-1]
-    assert found.batch == [f"y: row {[*rows].index(row)}".join(["batch/", ""])]
+    assert [*map(str, found.causes)] == [f"batch: batch/y: row {[*rows].index(row)}"]
+    assert (found.equal_until, found.replays) == (found.step - 1, 2 * found.step % 40 or 40)
+    assert str(found).startswith(f"first difference: step {found.step} of 60\n")
+
+
+def test_batches_may_be_arrays(tmp_path):
+    """A batch without names, and a step that is given once."""
+    x, tx = np.linspace(-1, 1, 32, dtype=np.float32), optax.sgd(0.1)
+    step = sf.make_train_step(lambda params, batch, key: sf.mean((params - batch) ** 2), tx)
+    make = lambda: sf.init_state(jnp.ones(()), tx, jax.random.key(0))
+    other = np.where(np.arange(32) == 17, np.float32(5), x)
+    for name, data in (("a", x), ("b", other)):
+        sf.fit(
+            step, make(), sf.batches(data, 4, seed=0), steps=8, run_dir=tmp_path / name,
+            hooks=sf.progress("none"), log_every=4,
+        )  # fmt: skip
+    batches = [sf.batches(data, 4, seed=0) for data in (x, other)]
+    found = diff(
+        tmp_path / "a", tmp_path / "b", step=step, state=make(),
+        batches=batches[0], batches_b=batches[1],
+    )  # fmt: skip
+    numbers = sf.batches(np.arange(32), 4, seed=0)
+    places = [np.flatnonzero(next(numbers) == 17) for _ in range(8)]
+    first_use = next(number for number, place in enumerate(places, 1) if len(place))
+    assert found.step == first_use
+    assert str(found.cause) == f"batch: batch: row {places[first_use - 1][0]}"
 
 
 def test_another_line_of_the_loss_is_named(first, tmp_path):
     other = train(tmp_path / "b", loss=scaled_loss_fn)
     found = diff_again(first, other, loss=scaled_loss_fn)
-    assert (found.step, found.inputs) == (1, ["program"])
+    assert (found.step, found.cause.kind) == (1, "program")
     line = scaled_loss_fn.__code__.co_firstlineno + 2
-    assert f"test_diff.py:{line} (scaled_loss_fn)" in found.where
+    assert f"test_diff.py:{line} (scaled_loss_fn)" in found.cause.what
 
 
 @pytest.mark.full
 def test_another_constant_of_the_optimizer_is_named(first, tmp_path):
     found = diff_again(first, train(tmp_path / "b", rate=2e-2), rate=2e-2)
-    assert (found.step, found.inputs) == (1, ["program"])
-    assert "mul at" in found.where
+    assert (found.step, found.cause.kind) == (1, "program")
+    assert "mul at" in found.cause.what
 
 
 @pytest.mark.full
 def test_more_metrics_are_no_difference_of_the_program(first, tmp_path):
     other = train(tmp_path / "b", loss=other_loss_fn)
     found = diff(first, other)
-    assert found.differs_at is None
+    assert found.step is None
     assert any("program" in each for each in found.others)
 
 
@@ -384,14 +566,15 @@ def test_more_metrics_are_no_difference_of_the_program(first, tmp_path):
 def test_a_fault_is_of_the_run_that_has_it(first, tmp_path, step):
     other = train(tmp_path / "b", hooks=[FlippedBit(step)])
     found = diff_again(first, other)
-    assert (found.step, [*found.faulty]) == (None, [str(other)])
+    assert faulty(found) == [str(other)]
     assert found.replays == 40  # of both runs, from step 20 to 40
-    assert [*diff_again(other, first).faulty] == [str(other)]
+    assert faulty(diff_again(other, first)) == [str(other)]
 
 
 @pytest.mark.full
 def test_another_key_is_named(first, tmp_path):
-    assert diff_again(first, train(tmp_path / "b", key=1)).inputs == ["key"]
+    found = diff_again(first, train(tmp_path / "b", key=1))
+    assert (found.cause.kind, found.step) == ("key", 1)
 
 
 def test_batches_return_to_their_position(first, tmp_path):
@@ -400,7 +583,7 @@ def test_batches_return_to_their_position(first, tmp_path):
     next(batches)
     before = batches.get_state()
     found = diff(first, other, step=step, batches=batches, state=new_state())
-    assert [*found.replayed.faulty] == [str(other)]
+    assert faulty(found) == [str(other)]
     assert batches.get_state() == before
 
 
@@ -409,7 +592,7 @@ def test_batches_of_runs_without_a_shared_checkpoint_have_to_be_new(first, tmp_p
     (step, batches), (_, batches_b) = program(), program(seed=1)
     given = {"step": step, "batches_b": batches_b, "state": new_state()}
     found = diff(first, other, batches=batches, **given)
-    assert (found.replayed.step, found.replayed.inputs) == (1, ["batch"])
+    assert (found.step, found.cause.kind) == (1, "batch")
     next(batches)
     with pytest.raises(ConfigError, match="expected those of a run at step 0, got some at step 1"):
         diff(first, other, batches=batches, **given)

@@ -9,7 +9,6 @@ import errno
 import hashlib
 import json
 import math
-import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ import jax
 import numpy as np
 
 from stepfold import tree
+from stepfold.checkpoint.checksums import add_checksum, without_checksum
 from stepfold.checkpoint.leaves import (
     STORED,
     Leaf,
@@ -42,7 +42,6 @@ STATE = "state"  # the subdirectory of a step that holds everything, as an orbax
 LEAVES, FILES = "leaves-{}.json", "files.json"
 LATER = "later.json"  # metrics and extra added after the commit; not listed in files.json
 ARRAYS, LATER_ARRAYS = "arrays-{}", "later-{}"  # the arrays in the metadata, and in LATER
-_CHECKSUM = b"stepfold crc32 "
 _UPGRADE = "it was saved by a newer stepfold: upgrade with pip install -U stepfold"
 LARGEST = 1 << 30  # bytes of a manifest
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
@@ -428,22 +427,17 @@ def read_checked(path: Path) -> Any:
 
 def encode_checked(content: Any) -> bytes:
     """Encode plain content as JSON, preceded by a line with its checksum."""
-    return _with_checksum(json.dumps(content).encode())
+    return add_checksum(json.dumps(content).encode())
 
 
 def decode_checked(content: bytes, name: str) -> Any:
     """Invert `encode_checked`; raise `DamageError` if it was changed."""
-    text = content.partition(b"\n")[2]
-    if content != _with_checksum(text):
+    if (text := without_checksum(content)) is None:
         raise DamageError(f"{name}: its checksum does not fit its content")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         refuse(name, "JSON of stepfold", repr(error), kind=DamageError, cause=error)
-
-
-def _with_checksum(text: bytes) -> bytes:
-    return _CHECKSUM + f"{zlib.crc32(text):08x}\n".encode() + text
 
 
 def read_fields(store: Any, name: str) -> dict[str, Any] | None:

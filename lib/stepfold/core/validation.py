@@ -12,7 +12,6 @@ from typing import Any, TypeGuard, TypeVar, cast
 
 import numpy as np
 
-from stepfold import tree
 from stepfold.errors import ConfigError, refuse
 
 T = TypeVar("T")
@@ -64,8 +63,14 @@ def read_instance(
 ) -> T:
     """Return an instance of one of the types."""
     if not isinstance(value, types):
-        refuse(name, expected, tree.describe_value(value), advice, kind=kind)
+        refuse(name, expected, _describe(value), advice, kind=kind)
     return value
+
+
+def _describe(value: Any) -> str:
+    from stepfold.tree import describe_value  # lazy: imports jax
+
+    return describe_value(value)
 
 
 def read_function(
@@ -73,7 +78,7 @@ def read_function(
 ) -> Callable[..., Any]:
     """Return anything that can be called."""
     if not callable(value):
-        refuse(name, expected, tree.describe_value(value), advice)
+        refuse(name, expected, _describe(value), advice)
     return value  # type: ignore[no-any-return]
 
 
@@ -117,7 +122,7 @@ def check_flags(**flags: Any) -> None:
     """Refuse anything but booleans, such as a name that would count as True."""
     for name, value in flags.items():
         if not isinstance(value, bool | np.bool_):
-            refuse(name, "True or False", tree.describe_value(value))
+            refuse(name, "True or False", _describe(value))
 
 
 def renamed(**names: str) -> Callable[[F], F]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stepfold as sf
-from stepfold.loop.report import read as module
+from stepfold.checkpoint import store as module
 from stepfold.loop.report.read import Curve, read_metrics, read_run, thin
 
 from .run_files import write_run

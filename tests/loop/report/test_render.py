@@ -520,3 +520,20 @@ def test_a_page_tells_that_it_has_only_some_points_of_a_long_run(tmp_path):
     shown = logged(result)
     assert 500 < len(shown) < 2_000
     assert shown == {step: rows[step] for step in shown}
+
+
+def test_two_runs_have_the_growth_of_their_difference(tmp_path):
+    rows = {
+        5: {"train/loss": 2.0, "throughput/mfu": 0.5},
+        10: {"train/loss": 4.0, "eval/loss": 1.0},
+    }
+    first, second = write_run(tmp_path / "a", rows), dict(rows)
+    second[10] = {"train/loss": 5.0, "eval/loss": math.nan}
+    lines = page(first, write_run(tmp_path / "b", second)).lines()
+    drawn = {chart: lines for (section, chart), lines in lines.items() if "difference" in section}
+    assert [*drawn] == ["train/loss", "eval/loss"]
+    (line,) = drawn["train/loss"]
+    assert (line["steps"], line["values"], line["metric"]) == ([5, 10], [0, 0.2], None)
+    assert drawn["eval/loss"][0]["values"] == ["NaN"]
+    three = page(*(tmp_path / name for name in "ab"), write_run(tmp_path / "c", rows)).lines()
+    assert not any("difference" in section for section, _ in three)

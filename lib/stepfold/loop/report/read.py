@@ -12,11 +12,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from stepfold.checkpoint.store import open_store
 from stepfold.core.validation import is_url
 from stepfold.errors import CheckpointError, DataError, refuse
 from stepfold.loop.json_files import open_regular, parse_json
-from stepfold.loop.run_info import read_run_info
 
 _ENTRIES = 1000  # of a folder in which runs are looked for
 _SIBLINGS = 7  # at most; the latest
@@ -59,6 +57,9 @@ class Run(NamedTuple):
 
 def read_run(path: Path, *, remote: bool = True) -> Run:
     """Read a run from its directory; `remote` reads checkpoints in object storage as well."""
+    from stepfold.checkpoint.store import open_store  # lazy: imports jax
+    from stepfold.loop.run_info import read_run_info
+
     curves, hparams, damaged_lines = read_metrics(path / "metrics.jsonl")
     saved: list[SavedStep] = []
     run = Run(path, read_run_info(path), curves, hparams, saved, damaged_lines)
@@ -196,6 +197,27 @@ def siblings(run: Path) -> list[Path]:
                 if entry.name != run.name:
                     times[Path(entry.path)] = os.stat(f"{entry.path}/metrics.jsonl").st_mtime
     return sorted(sorted(times, key=times.__getitem__)[-_SIBLINGS:])
+
+
+def shared_rows(name: str, a: Curve, b: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the steps of rows that mean the same in both runs, and their values.
+
+    A metric of train steps is a mean over the steps since the previous row.
+    """
+    last = [np.append(np.diff(each.steps) != 0, [True] * (len(each.steps) > 0)) for each in (a, b)]
+    a, b = (Curve(x.steps[kept], x.values[kept]) for x, kept in zip((a, b), last, strict=True))
+    steps, at, other = np.intersect1d(a.steps, b.steps, return_indices=True)
+    if name.startswith("train/"):
+        is_same = np.append(-1, a.steps)[at] == np.append(-1, b.steps)[other]
+        steps, at, other = steps[is_same], at[is_same], other[is_same]
+    return steps, a.values[at], b.values[other]
+
+
+def relative_difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the difference relative to the larger value; NaN if one of them is not finite."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        relative: np.ndarray = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
+    return np.where(a == b, 0.0, relative)
 
 
 def thin(curve: Curve, columns: int, span: tuple[float, float]) -> Curve:

@@ -23,7 +23,14 @@ import numpy as np
 from stepfold import tree
 from stepfold.checkpoint.steps import order_by
 from stepfold.core.metric_modes import known_mode
-from stepfold.loop.report.read import Run, siblings, thin
+from stepfold.loop.report.read import (
+    Curve,
+    Run,
+    relative_difference,
+    shared_rows,
+    siblings,
+    thin,
+)
 from stepfold.loop.report.times import (
     attempt_seconds,
     describe_slow_saves,
@@ -377,6 +384,8 @@ def _charts(
                 "values": list(map(_as_json, points.values.tolist())),
             }
             sections.setdefault(section, {}).setdefault(chart, []).append(line)
+    if len(runs) == 2:
+        sections["Relative difference"] = _differences(runs, columns, span)
     return {
         "span": span,
         "thinned": is_thinned,
@@ -393,6 +402,24 @@ def _charts(
             if charts
         ],
     }
+
+
+def _differences(
+    runs: Sequence[Run], columns: int, span: tuple[float, float]
+) -> dict[str, list[Any]]:
+    """Draw the relative difference of two runs in each metric of the first section."""
+    charts = {}
+    for metric in _main_metrics(runs):
+        curves = [run.curves[metric] for run in runs if metric in run.curves]
+        if len(curves) == 2:
+            steps, *values = shared_rows(metric, *curves)
+            points = thin(Curve(steps, relative_difference(*values)), columns, span)
+            charts[metric] = [{
+                "metric": None, "label": metric, "style": 2, "dotted": False,
+                "steps": list(map(_as_json, points.steps.tolist())),
+                "values": list(map(_as_json, points.values.tolist())),
+            }]  # fmt: skip
+    return charts
 
 
 def _kinds(runs: Sequence[Run]) -> list[str]:
