@@ -5,6 +5,7 @@ define only what its claim depends on.
 """
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import optax
 import pytest
 
 import stepfold as sf
+from stepfold.loop.hooks.base import Hooks, as_hook
 
 TX = optax.sgd(0.1)
 
@@ -76,6 +78,40 @@ class Counter:
 
     def set_state(self, state):
         self.next = state
+
+
+class Shown:
+    """A hook or sink that is shown events one by one, with its state after them."""
+
+    def __init__(self, hook):
+        self.is_sink = isinstance(hook, sf.Sink)
+        self.hook = hook if self.is_sink else as_hook(hook)
+        self._hooks = Hooks([], [hook]) if self.is_sink else Hooks([self.hook])
+        self.state = self.hook.init
+
+    def __call__(self, event):
+        """Show it an event; return what a hook returned."""
+        if self.is_sink:
+            self.state = self.hook.write(self.state, event)
+            return None
+        self.state, returned = self.hook.update(self.state, event)
+        return returned
+
+    def start(self, step=0, total=None):
+        """Show it that a run begins after `step`; return what a hook returned."""
+        if self.is_sink:
+            return self.hook.open(step, total, step)
+        event = sf.Event(step, total, {}, None, kind="start")
+        return self(event) if "start" in self.hook.also else None
+
+    def save(self):
+        """Return what a checkpoint keeps of it."""
+        return json.loads(json.dumps(self._hooks.to_saved((self.state,))))
+
+    def resume(self, saved, step=0, total=None):
+        """Continue from a checkpoint of `step`; return what a hook returned."""
+        (self.state,) = self._hooks.from_saved(saved, (self.state,))
+        return self.start(step, total)
 
 
 def ones(shape=(), dtype=np.float32):

@@ -236,10 +236,10 @@ def test_imports_form_no_cycle_even_for_types(package):
 # The loop of one process, which needs no directory. The rest of the loop depends on it, and it on
 # nothing of the rest.
 CORE_OF_THE_LOOP = {
-    *("data", "ending", "evaluate", "fold", "intervals", "metrics", "parts", "plan", "run"),
-    *("saves", "signals", "step_runner"),
+    *("data", "evaluate", "fold", "inbox", "intervals", "metrics", "plan", "run", "saves"),
+    *("signals", "step_runner"),
 }
-MAY_USE = CORE_OF_THE_LOOP | {"hooks.base", "rollback"}
+MAY_USE = CORE_OF_THE_LOOP | {"hooks.base", "hooks.events", "rollback"}
 
 
 def test_the_core_of_the_loop_depends_on_nothing_of_its_rest():

@@ -65,7 +65,7 @@ def test_of_checkpoints_at_a_save(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sf.Series, "save", save_slowly)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    for module in ("parts", "run", "saves"):
+    for module in ("fold", "run", "saves"):
         monkeypatch.setattr(f"stepfold.loop.{module}.perf_counter", lambda: now[0])
     hooks = [sf.progress("none"), take_a_second]
     with points_here("saves took"):

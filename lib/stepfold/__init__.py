@@ -52,7 +52,8 @@ if TYPE_CHECKING:  # for type checkers and editors
     from stepfold.loop.evaluator import RunEvaluation, evaluate_run
     from stepfold.loop.fit import FitResult, fit
     from stepfold.loop.fold import iterate
-    from stepfold.loop.hooks.base import BaseHook, Event, GoBack, Replace, Reweight, Stop
+    from stepfold.loop.hooks.base import BaseHook, Hook, Sink
+    from stepfold.loop.hooks.events import Event, GoBack, Replace, Reweight, Stop
     from stepfold.loop.hooks.performance import memory_use, profile, stragglers, throughput
     from stepfold.loop.hooks.progress import progress
     from stepfold.loop.hooks.stop import (
@@ -101,6 +102,7 @@ __all__ = [
     "FitResult",
     "GoBack",
     "GradFn",
+    "Hook",
     "LossError",
     "LossFn",
     "NameMap",
@@ -118,6 +120,7 @@ __all__ = [
     "RunEvaluation",
     "Series",
     "ShardingError",
+    "Sink",
     "StepFn",
     "StepfoldError",
     "Stop",
@@ -247,7 +250,8 @@ _NAMES = {
     "loop.evaluator": "RunEvaluation evaluate_run",
     "loop.fit": "FitResult fit",
     "loop.fold": "iterate",
-    "loop.hooks.base": "BaseHook Event GoBack Replace Reweight Stop",
+    "loop.hooks.base": "BaseHook Hook Sink",
+    "loop.hooks.events": "Event GoBack Replace Reweight Stop",
     "loop.hooks.performance": "memory_use profile stragglers throughput",
     "loop.hooks.progress": "progress",
     "loop.hooks.stop": (
@@ -286,6 +290,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> object:
     """Import a public name or a submodule, or say what to write in place of one that is gone."""
+    if name == "hooks":
+        return import_module("stepfold.loop.hooks")
     if name in _SUBMODULES:
         return import_module(f"stepfold.{name}")
     if name in _MODULES:

@@ -81,14 +81,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def _diff(options: argparse.Namespace) -> int:
     from stepfold.debug.diff import diff
-    from stepfold.debug.run_files import RunFiles
+    from stepfold.debug.run_record import RunRecord
 
     parts: dict[str, Any] = {}
     if options.replay is not None:
         make = _load("--replay", options.replay, "a function of a config", 1)
         for suffix, run in (("", options.a), ("_b", options.b)):
             state, step, batches = _check(
-                options.replay, make(RunFiles(run).config), "(state, step, batches)", 3
+                options.replay, make(RunRecord(run).config), "(state, step, batches)", 3
             )
             parts |= {f"step{suffix}": step, f"batches{suffix}": batches}
             parts.setdefault("state", state)

@@ -16,6 +16,7 @@ from tests.small import ones
 import stepfold as sf
 from stepfold import adapter as adapter
 from stepfold.adapter import TrainingArguments, from_arguments, loading, run, setup
+from stepfold.loop.hooks.base import as_hook
 
 FIELDS = [field.name for field in dataclasses.fields(TrainingArguments)]
 PARAMS = {"embed": ones((4, 4)), "w": ones((4, 4))}
@@ -71,16 +72,18 @@ def files(a):
 def shown(a, held, capsys):
     """Pass events to a trainer's hooks, and return what they print and return."""
     found = []
-    hooks = run.make_hooks(held._parts, held, evaluations=[sf.Evaluation(len, every=5)])
+    given = run.make_hooks(held._parts, held, evaluations=[sf.Evaluation(len, every=5)])
+    hooks = [as_hook(hook) for hook in given]
+    states = [hook.init for hook in hooks]
     for hook in hooks:
-        if hasattr(hook, "open"):
-            hook.open(0, 100)
+        if hasattr(hook.source, "open"):
+            hook.source.open(0, 100)
     for step in range(5, 41, 5):
         scalars = {"train/loss": 1.0, "train/grad_norm": 2.0, "train/hits": 3.0}
         for metrics in (scalars, {"eval/loss": 1.0 + step}):
             event, answers = sf.Event(step, 100, metrics, held.state), []
-            for hook in hooks:
-                answer = hook(event)
+            for index, hook in enumerate(hooks):
+                states[index], answer = hook.update(states[index], event)
                 answers += sorted(answer) if isinstance(answer, dict) else [answer]
             found.append(answers)
     held.finish()

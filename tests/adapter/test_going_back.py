@@ -122,15 +122,16 @@ def test_the_position_of_save_pretrained_leaves_out_what_the_run_has_skipped(tmp
 
 @pytest.mark.full
 def test_the_row_of_an_open_interval_goes_when_a_stopped_run_continues(tmp_path):
-    stop = lambda event: "enough" if event.is_train and event.step == 5 else None
-    fields = {"output_dir": tmp_path, "report_to": ("jsonl",), "max_steps": 15}
+    stop = lambda event: "enough" if event.is_train and event.step == 20 else None
+    fields = {"output_dir": tmp_path, "report_to": ("jsonl",), "max_steps": 60, "log_steps": 20}
+    fields |= {"total_batch_size": 5}  # 40 batches in an epoch
     stopped = digits.train_only(**fields, given={"hooks": [stop]})
     stopped.train()
     rows = lambda: [json.loads(line) for line in lines.read_text().splitlines()]
     lines = tmp_path / "logs" / "metrics.jsonl"
-    assert [row["step"] for row in rows()] == [5, 7]
+    assert [row["step"] for row in rows()] == [20, 30]
     digits.train_only(**fields).train()
-    assert [row["step"] for row in rows()] == [5, 10, 15]
+    assert [row["step"] for row in rows()] == [20, 40, 60]
 
 
 # Batches of a subclass

@@ -74,6 +74,25 @@ def test_a_metric_that_no_evaluation_measures_is_refused():
         trainer.train()
 
 
+def test_the_best_state_so_far_is_known_during_a_run_and_after_an_exception():
+    steps = []
+
+    class Own(Trainer):
+        def on_log(self, metrics, step):
+            if "eval/loss" in metrics and step > 5:
+                steps.append(int(self.best_state.step))
+            if step == 20:
+                raise RuntimeError("cut")
+
+    trainer = digits.trainer(Own, eval_steps=5, early_stopping_patience=9)
+    with pytest.raises(RuntimeError, match="cut"):
+        trainer.train()
+    losses = trainer.history["eval/loss"]
+    assert losses.steps == [5, 10, 15]
+    best = [losses.steps[int(np.argmin(losses[:count]))] for count in (1, 2, 3)]
+    assert [*steps, int(trainer.best_state.step)] == best
+
+
 @pytest.mark.full
 def test_the_best_may_be_by_another_evaluation(tmp_path):
     less = sf.Evaluation(lambda state: {"cer": -int(state.step)}, every=5, name="generated")

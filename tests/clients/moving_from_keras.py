@@ -167,17 +167,18 @@ def check_saves():
     model = make(optimizers.SGD(rate))
     stop = callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True)
     save = callbacks.ModelCheckpoint("{epoch}.keras", monitor="val_loss", save_best_only=True)
-    hook = sf.stop_early("eval/loss", patience=2, keep_state=True)
     checkpoints = sf.Checkpoints(best="eval/loss", keep_best=99)
-    options = {"hooks": [hook], "checkpoints": checkpoints, "run_dir": "best"}
+    early = sf.stop_early("eval/loss", patience=2, keep_state=True)
+    options = {"hooks": [early], "checkpoints": checkpoints, "run_dir": "best"}
     result = ours(model, optax.sgd(rate), 40, **options)
+    step, state = result.hooks["stop_early eval/loss"]["_best_state"]
     losses = theirs(model, 40, stop, save).history["val_loss"]
     assert result.steps == 15 * len(losses)
-    assert result.best == hook.best_step == 15 * (1 + int(np.argmin(losses)))
+    assert result.best == step == 15 * (1 + int(np.argmin(losses)))
     best = [n for n, loss in enumerate(losses, 1) if loss == min(losses[:n])]
     assert {int(path.stem) for path in Path().glob("*.keras")} == {*best}
     assert {15 * n for n in best} <= {*checkpoints.open("best/checkpoints").steps()}
-    assert difference(model, hook.best_state.params) < 1e-2
+    assert difference(model, state.params) < 1e-2
     # Between evaluations Keras has no value to rank by, warns, and saves.
     save = callbacks.ModelCheckpoint(
         "batch-{batch}.keras", monitor="val_loss", save_best_only=True, save_freq=5

@@ -180,14 +180,15 @@ def test_early_stopping_and_the_best_checkpoints():
     saves = callbacks.ModelCheckpoint("theirs", monitor="val_loss", save_top_k=2, filename="{step}")
     stop = callbacks.EarlyStopping("val_loss", patience=2)
     trainer = theirs(module, max_epochs=40, callbacks=[saves, stop])
-    hook = sf.stop_early("eval/loss", patience=2)
+    early = sf.stop_early("eval/loss", patience=2)
     checkpoints = sf.Checkpoints(every_epochs=1, keep=1, best="eval/loss", keep_best=2)
-    result = ours(optax.sgd(2.5), epochs=40, hooks=[hook], run_dir="ours", checkpoints=checkpoints)
+    result = ours(optax.sgd(2.5), epochs=40, hooks=[early], run_dir="ours", checkpoints=checkpoints)
     losses = [loss for _, loss in module.evaluated[1:]]
     assert trainer.global_step == 15 * ends(losses)
     assert result.steps == 15 * ends([*result.history["eval/loss"]])
     assert saves.best_model_path.endswith(f"step={15 * (1 + int(np.argmin(losses)))}.ckpt")
-    assert result.best == hook.best_step == result.steps - 30
+    best_step = result.hooks["stop_early eval/loss"]["best_step"]
+    assert result.best == best_step == result.steps - 30
 
 
 def ends(losses):

@@ -15,7 +15,7 @@ from tests import small
 
 import stepfold as sf
 from stepfold.checkpoint import claims as run_lock
-from stepfold.loop.run_directory import RunLock
+from stepfold.loop.run_files import RunLock
 
 
 def trains(folder, seconds, steps):

@@ -23,7 +23,6 @@ from stepfold.adapter.outputs import (
     TrainerConfigureModelOutput,
 )
 from stepfold.checkpoint.manifest import read_checked
-from stepfold.loop.hooks.base import BaseHook
 
 LIMIT = 48  # batches that a run may pull, beyond the last step of any of them
 EXAMPLES, WIDTH = 28, 8
@@ -313,35 +312,23 @@ class Spec(SimpleNamespace):
         return 0 < self.limit <= state
 
     def for_fit(self):
-        return (EpochRecorder if self.wants_epochs else Recorder)(self)
+        """The same hook for `fit`."""
 
+        def update(state, event):
+            if event.kind == "start":
+                return state, sf.Stop("hook", "enough") if self.has_enough(state) else None
+            if event.kind == "epoch":
+                event = SimpleNamespace(kind="epoch", step=event.epoch, metrics={}, total=None)
+            returned, state = self.react(event, state)
+            return state, returned if event.kind != "epoch" else None
 
-class Recorder(BaseHook):
-    """The same hook for `fit`."""
-
-    provides, can_stop, run_state = None, True, ("state",)
-
-    def __init__(self, spec):
-        self.spec, self.needs_exact_state = spec, spec.is_exact
-        self.replaces_state = bool(spec.replaces or spec.reweights)
-        self.__qualname__ = f"Recorder {spec.name}"  # the key of its state
-        self.reset(0)
-
-    def reset(self, step):
-        self.state = 0
-
-    def __call__(self, event):
-        returned, self.state = self.spec.react(event, self.state)
-        return returned
-
-    def still_stops(self):
-        return sf.Stop("hook", "enough") if self.spec.has_enough(self.state) else None
-
-
-class EpochRecorder(Recorder):
-    def end_epoch(self, epoch):
-        event = SimpleNamespace(kind="epoch", step=epoch, metrics={}, total=None)
-        _, self.state = self.spec.react(event, self.state)
+        returns = [sf.Stop, sf.GoBack] if self.goes_back else [sf.Stop]
+        return sf.Hook(
+            *(0, update, self.name),
+            also=("start", "epoch") if self.wants_epochs else ("start",),
+            exact=self.is_exact,
+            returns=[*returns, sf.Replace, sf.Reweight],
+        )
 
 
 class Evaluated(SimpleNamespace):

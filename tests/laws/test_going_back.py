@@ -18,7 +18,7 @@ from tests.small import full_but
 import stepfold as sf
 from stepfold.loop import rollback
 from stepfold.loop.data import BatchFeed
-from stepfold.loop.hooks.base import BaseHook, HookDispatcher
+from stepfold.loop.hooks.base import BaseHook, Hooks
 from stepfold.loop.intervals import Steps
 from stepfold.loop.run import Kind, Request, Run
 from stepfold.loop.session import Session
@@ -220,7 +220,7 @@ def test_the_loss_of_the_lock_while_the_run_goes_back_ends_it(tmp_path, monkeypa
         sessions = [each for each in gc.get_objects() if type(each) is Session]
         (session,) = (each for each in sessions if each.rollbacks is self)
         stop = sf.Stop("error", "another run may use the directory")
-        session.peers.notify(Request(Kind.STOP, 0, stop))
+        session.inbox.notify(Request(Kind.STOP, 0, stop))
         return whole(self, *args)
 
     monkeypatch.setattr(rollback.Rollbacks, "note", loses)
@@ -270,7 +270,7 @@ MUTANTS = {
     "keeps the history": (Run, "from_checkpoint", keep("history")),
     "keeps the rows": (jsonl_writer, "resume", lambda writer, step: None),
     "forgets the open interval": (Run, "from_checkpoint", forget_the_interval),
-    "keeps the state of hooks": (HookDispatcher, "set_state", lambda hooks, state: None),
+    "keeps the state of hooks": (Hooks, "from_saved", lambda hooks, saved, before: before),
     "keeps later checkpoints": (sf.Series, "delete_after", lambda series, step, _=None: None),
 }
 

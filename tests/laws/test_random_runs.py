@@ -17,10 +17,10 @@ from tests.laws.random_runs import Broken, Cut, Source, Spec
 from tests.small import full_but
 
 import stepfold as sf
+from stepfold.loop import resume as resume_module
 from stepfold.loop import run as run_module
-from stepfold.loop.hooks.base import HookDispatcher, call_optional
+from stepfold.loop.hooks.base import Hooks
 from stepfold.loop.intervals import intervals_from_json
-from stepfold.loop.parts import Evaluate
 from stepfold.loop.plan import Plan
 from stepfold.loop.run import Run
 
@@ -342,9 +342,18 @@ def is_log_point_late(monkeypatch):
 
 
 def evaluation_is_lost_at_a_resume(monkeypatch):
-    is_due = Evaluate.is_due
-    lossy = lambda self, run: is_due(self, run) and not run.is_at_start
-    monkeypatch.setattr(Evaluate, "is_due", lossy)
+    due, begun = Plan.evaluates, resume_module.continue_from
+
+    def lossy(self, evaluation, step, began):
+        return step != self.lost and due(self, evaluation, step, began)
+
+    def begin(session, restored, *args):
+        monkeypatch.setattr(Plan, "lost", restored.step)
+        return begun(session, restored, *args)
+
+    monkeypatch.setattr(Plan, "lost", None, raising=False)
+    monkeypatch.setattr(Plan, "evaluates", lossy)
+    monkeypatch.setattr(resume_module, "continue_from", begin)
 
 
 def metrics_go_to_others_at_a_resume(monkeypatch):
@@ -359,11 +368,11 @@ def metrics_go_to_others_at_a_resume(monkeypatch):
 
 
 def state_of_hooks_is_restored_by_position(monkeypatch):
-    def by_position(self, saved):
-        for hook, (_, state) in zip(self.hooks, saved, strict=False):
-            call_optional(hook, "set_state", state)
+    def by_position(self, saved, before):
+        states = [state for _, state in saved]
+        return (*states, *self.init)[: len(before)]
 
-    monkeypatch.setattr(HookDispatcher, "set_state", by_position)
+    monkeypatch.setattr(Hooks, "from_saved", by_position)
 
 
 def restores(monkeypatch, change):

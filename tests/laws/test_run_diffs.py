@@ -171,13 +171,11 @@ class Change:
 
 
 def replace_at(step, change):
-    def hook(event):
-        if event.step == step:
-            return sf.Replace(change(event.state), "halved")
-        return None
+    def update(_, event):
+        is_due = event.step == step
+        return None, sf.Replace(change(event.state), "halved") if is_due else None
 
-    hook.needs_exact_state = True
-    return hook
+    return sf.Hook(None, update, "replace", exact=True)
 
 
 def train(folder, setup, until, planted=None):
@@ -187,12 +185,17 @@ def train(folder, setup, until, planted=None):
         hooks.append(make(planted.after, planted.changes))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "config: changed")
+        config = {"rate": setup.rate if setup.is_in_config else 0.01}
         return sf.fit(
-            setup.step(), setup.state(), setup.batches(), steps=until, run_dir=folder,
-            config={"rate": setup.rate if setup.is_in_config else 0.01}, hooks=hooks,
-            checkpoints=sf.Checkpoints(every=EVERY, keep=None), log_every=LOG_EVERY,
-            compilation_cache=False,
-        ).state  # fmt: skip
+            setup.step(),
+            setup.state(),
+            setup.batches(),
+            steps=until,
+            run_dir=sf.RunDirectory(folder, config=config, compilation_cache=False),
+            hooks=hooks,
+            checkpoints=sf.Checkpoints(every=EVERY, keep=None),
+            log_every=LOG_EVERY,
+        ).state
 
 
 def run(folder, planted, cuts=()):

@@ -10,7 +10,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.small import ones
+from tests.small import Shown, ones
 
 import stepfold as sf
 
@@ -198,7 +198,7 @@ def test_the_first_spike_is_where_stop_on_spike_stops(losses):
         if skipped is None and int(state.skipped):
             skipped = i + 1
     event = sf.Event(len(losses), None, {}, None, {"train/loss": np.array(losses)})
-    stop = sf.stop_on_spike(window=WINDOW, deviations=DEVIATIONS)(event)
+    stop = Shown(sf.stop_on_spike(window=WINDOW, deviations=DEVIATIONS))(event)
     assert (stop is None) == (skipped is None)
     assert stop is None or f" in step {skipped}," in stop.message
 

@@ -118,7 +118,11 @@ def count(event):
         (stop("mine"), [], "expected mine, whose state is in the checkpoint, got no such hook"),
         (stop(), sf.only_warn(stop()), "expected stop_early train/loss, whose state"),
         (stop(), stop(metric="eval/loss"), "expected stop_early train/loss, whose state"),
-        (sf.every(2, stop()), sf.every(2, sf.stop_on_spike()), "expected stop_early in every"),
+        (
+            sf.every(2, stop()),
+            sf.every(2, sf.stop_on_spike()),
+            "expected every stop_early train/loss, whose state",
+        ),
         (stop(), stop(), None),
         (sf.every(2, count), sf.every(2, lambda event: None), None),
         ([], stop(), None),

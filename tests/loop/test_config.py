@@ -95,7 +95,7 @@ def test_writers_get_the_config_by_path():
             written.append(dict(hparams))
 
     written = []
-    hooks = [sf.log_to(Settings()), sf.every(2, sf.log_to(Settings()))]
+    hooks = [sf.log_to(Settings()), sf.log_to(Settings(), every=2, name="other")]
     sf.fit(STEP, start(), BATCHES, run_dir=sf.RunDirectory(config=Config()), hooks=hooks)
     flat = {"optimizer/rate": 0.001, "optimizer/betas": [0.9, 0.999], "name": "small", "seed": None}
     assert written == [flat, flat]

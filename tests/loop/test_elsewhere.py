@@ -168,7 +168,8 @@ def test_late_results_can_stop_a_run(tmp_path):
     stop = sf.stop_early("eval/step", patience=2, mode="min")
     run = fit(tmp_path, [hook, stop])
     assert (run.stop_reason.kind, run.steps) == ("early_stop", 8)  # 4 and 6 are not below 2
-    assert (stop.best, stop.best_step) == (2.0, 2)
+    state = run.hooks["stop_early eval/step"]
+    assert (state["best"], state["best_step"]) == (2.0, 2)
     assert list(evaluate(tmp_path).metrics) == [8]  # the last evaluation of a run that stops
 
 

@@ -265,7 +265,7 @@ def test_intervals_are_saved_as_they_are_and_may_be_cut_twice():
     twice = filled(5, before=again(filled(4, before=current))[0])
     assert shown(closed(twice, 5).read()) == (5, [3.0, 4.0, 5.0])
     assert not filled()
-    assert Run.start((), 5, 5, None, {}).close_interval().closed == ()
+    assert Run.start((), 5, 5, None, {}).close_interval(0.0).closed == ()
 
 
 class Result(np.ndarray):

@@ -119,7 +119,10 @@ def test_a_state_at_a_log_point_is_replaced_only_if_it_is_exact():
     def hook(event):
         return sf.Replace(event.state, "nothing") if event.is_train else None
 
-    with pytest.raises(sf.ConfigError, match="expected needs_exact_state = True on a hook"):
+    with pytest.raises(
+        sf.ConfigError,
+        match=r"expected Hook\(exact=True\), for a hook that .*needs_exact_state = True",
+    ):
         run(hooks=hook)
     hook.needs_exact_state = True
     assert run(hooks=hook).steps == 12

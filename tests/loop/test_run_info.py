@@ -39,7 +39,7 @@ def test_arguments_are_described(tmp_path, monkeypatch):
             sf.Evaluation(lambda state: {}, every=5, name="ema", at_start=True, ema=True),
         ],
         checkpoints=sf.Checkpoints("kept", every=7, best="test/loss"),
-        hooks=[sf.stop_early("test/loss", patience=3), sf.throughput(), metadata],
+        hooks=["stop_early", "throughput", "metadata"],
         steps=20,
     )["arguments"]
     assert arguments["steps"] == 20

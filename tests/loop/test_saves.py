@@ -14,7 +14,7 @@ import pytest
 from tests.small import STEP, TX, batches, start
 
 import stepfold as sf
-from stepfold.loop.peers import Several
+from stepfold.loop.voting import Voting
 
 from .runs import Cut
 
@@ -111,7 +111,7 @@ def test_saves_that_hold_the_run_up_cause_one_warning_and_a_note(
     slow = lambda self, *args, **options: (wait(seconds), save(self, *args, **options))
     monkeypatch.setattr(sf.Series, "save", slow)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    for module in ("parts", "run", "saves"):
+    for module in ("fold", "run", "saves"):
         monkeypatch.setattr(f"stepfold.loop.{module}.perf_counter", lambda: now[0])
     checkpoints = sf.Checkpoints(every=2)
     with warnings.catch_warnings(record=True, action="always") as caught:
@@ -224,7 +224,7 @@ def test_with_several_processes_a_signal_has_no_effect_before_all_agree(monkeypa
         def __iter__(self):
             return interrupted()
 
-    monkeypatch.setattr("stepfold.loop.fit.Alone", Several)  # of which this is one
+    monkeypatch.setattr("stepfold.loop.fit.Inbox", Voting)  # of which this is one
     data = Listed(range(4)) if is_known else interrupted()
     with pytest.raises(SystemExit) as caught:
         sf.fit(STEP, start(), data, log_every=3, evaluation=evaluation())

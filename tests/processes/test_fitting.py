@@ -463,7 +463,7 @@ def test_two_processes_replace_the_state_together(processes, tmp_path):
         assert whole == resumed
         assert np.abs(whole).max() < 0.6
         assert "expected the same replacements in every process, got" in one
-        assert "expected replaces_state = True on a hook that returns Replace" in undeclared
+        assert "expected Hook(returns=[Replace, Reweight]), for a hook that returns" in undeclared
     notes = json.loads((tmp_path / "whole" / "run.json").read_text())["replacements"]
     assert notes == [[step, "halved"] for step in (3, 6, 9, 12)]
 

@@ -346,18 +346,21 @@ def some_are_slow(start, cases):
     clock = performance.time = types.SimpleNamespace(now=0.0)
     clock.perf_counter = lambda: clock.now
 
-    class Scripted(sf.stragglers):
-        def __call__(self, event):
+    def scripted(kind, slow):
+        hook = sf.stragglers()
+
+        def update(state, event):
             clock.now = 0.2 * event.step
             times = {"data_wait_seconds": 0.0, "hook_seconds": 0.0}
-            if jax.process_index() in self.slow:
-                times[self.kind] = 0.15 * event.step
-            return super().__call__(event._replace(**times))
+            if jax.process_index() in slow:
+                times[kind] = 0.15 * event.step
+            return hook.update(state, event._replace(**times))
+
+        return hook._replace(update=update)
 
     for kind, slow in cases:
         state, step = begin(sf.make_mesh())
-        rows, hook = [{"x": np.ones((4, 8), np.float32)}] * 40, Scripted()
-        hook.kind, hook.slow = kind, slow
+        rows, hook = [{"x": np.ones((4, 8), np.float32)}] * 40, scripted(kind, slow)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             history = sf.fit(step, state, rows, hooks=hook, log_every=5).history

@@ -41,7 +41,7 @@ from stepfold.core.metric_modes import known_mode
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.validation import absolute_path, is_url, read_choice, read_function, suggest
 from stepfold.errors import refuse
-from stepfold.loop.hooks.base import Hook
+from stepfold.loop.hooks.base import AnyHook
 from stepfold.loop.hooks.progress import progress
 from stepfold.loop.run_info import move_previous_run
 from stepfold.loop.writers.combinators import log_to
@@ -285,13 +285,13 @@ def check_best_metric(
 # Hooks, and the preprocessor
 
 
-def make_hooks(parts: Parts, step: int, *, may_resume: bool) -> list[Hook]:
+def make_hooks(parts: Parts, step: int, *, may_resume: bool) -> list[AnyHook]:
     """Make the hooks that stop a run at a NaN, show its progress and write its metrics.
 
     `step` is that of the state. Checkpoints that the run may not resume from are refused.
     """
     arguments = parts.arguments
-    hooks: list[Hook] = [stop_on_skipped(arguments), progress()]
+    hooks: list[AnyHook] = [stop_on_skipped(arguments), progress()]
     if is_plateau(arguments.scheduler):
         hooks.append(plateau_hook(arguments.scheduler_kwargs))
     if parts.checkpoint_manager is None:

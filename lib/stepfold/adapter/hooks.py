@@ -16,7 +16,8 @@ from stepfold.core.validation import read_integer
 from stepfold.data.epochs import EpochEnds
 from stepfold.errors import OutOfMemoryError, refuse
 from stepfold.inspect.memory import is_exhausted
-from stepfold.loop.hooks.base import BaseHook, Event, Stop, call_optional
+from stepfold.loop.hooks.base import AnyHook, BaseHook, Hook, call_optional
+from stepfold.loop.hooks.events import Event, Returned, Stop
 from stepfold.loop.hooks.progress import progress
 from stepfold.loop.hooks.wrappers import add_sums, means_of, weighted_sum
 from stepfold.tree import describe_value
@@ -82,6 +83,21 @@ class LossTracker(BaseHook):
         total, weight = weighted_sum(event, "train/loss")
         self._total += total
         self._weight += weight
+
+
+def note_best_state(hook: AnyHook, best_states: dict[str, Any]) -> AnyHook:
+    """Return the hook; one that keeps the best state, as `stop_early` does, also notes it here."""
+    if not (isinstance(hook, Hook) and isinstance(hook.init, dict) and "_best_state" in hook.init):
+        return hook
+    update, name = hook.update, hook.name
+    best_states[name] = None
+
+    def note(state: Any, event: Event) -> tuple[Any, Returned]:
+        state, returned = update(state, event)
+        best_states[name] = state.get("_best_state")
+        return state, returned
+
+    return hook._replace(update=note)
 
 
 class Watcher(NamedTuple):
@@ -162,8 +178,6 @@ class TrainerHook(BaseHook):
         self.bar = trainer.create_progress_bar(
             total, desc=trainer.arguments.model_name, disabled=not trainer.is_process_zero
         )
-        if self._bar_state is not None:
-            call_optional(self.bar, "set_state", self._bar_state)
         call_optional(self.bar, "open", step)
         self.start_step, self.last_step, trainer.watched_step = step, total, step
         self.rewind(step)
@@ -223,6 +237,8 @@ class TrainerHook(BaseHook):
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         self._bar_state = state["bar"]
+        if self._bar_state is not None:
+            call_optional(self.bar, "set_state", self._bar_state)
 
 
 def add_advice(error: BaseException) -> None:
@@ -304,12 +320,18 @@ class ProgressBar:
     ) -> None:
         self.total, self.desc, self.step = total, desc, 0
         self._metrics: dict[str, float] = {}
-        self._hook, self._is_open = progress(kind, metrics=metrics, file=file), False
-        self.get_state, self.set_state = self._hook.get_state, self._hook.set_state
+        self._sink, self._is_open = progress(kind, metrics=metrics, file=file), False
+        self._state = self._sink.init  # the running average
+
+    def get_state(self) -> Any:
+        return self._state
+
+    def set_state(self, state: Any) -> None:
+        self._state = state
 
     def open(self, step: int) -> None:
         self.step, self._is_open = step, True
-        self._hook.open(step, self.total)
+        self._sink.open(step, self.total, step)
 
     def set_postfix(self, metrics: Mapping[str, float] | None = None, **more: float) -> None:
         self._metrics |= {**(metrics or {}), **more}
@@ -319,7 +341,8 @@ class ProgressBar:
             self.open(self.step)
         self.step += n
         kind = "train" if any(name.startswith("train/") for name in self._metrics) else "eval"
-        self._hook(Event(self.step, self.total, self._metrics, None, kind=kind))
+        event = Event(self.step, self.total, self._metrics, None, kind=kind)
+        self._state = self._sink.write(self._state, event)
         self._metrics = {}
 
     def reset(self) -> None:
@@ -327,7 +350,7 @@ class ProgressBar:
         self.step, self._metrics = 0, {}
 
     def close(self) -> None:
-        self._hook.close()
+        self._sink.close()
         self._is_open = False
 
 

@@ -21,8 +21,9 @@ from stepfold.errors import DataError, refuse, warn
 from stepfold.loop.data import check_batches
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.fit import FitResult, fit
-from stepfold.loop.hooks.base import Event
-from stepfold.loop.hooks.wrappers import EpochMeans
+from stepfold.loop.hooks.base import BaseHook
+from stepfold.loop.hooks.events import Event
+from stepfold.loop.hooks.wrappers import NO_MEANS, add_event, epoch_means
 
 # Models: callable pytrees
 
@@ -294,7 +295,7 @@ def make_evaluation(trainer: Any, dataloader: Any) -> Evaluation:
     return Evaluation(measure, every_epochs=1)
 
 
-class EpochHook(EpochMeans):
+class EpochHook(BaseHook):
     """Collect the metrics of each epoch, and call functions `(trainer, epoch, metrics)` after it.
 
     They are named `train_loss`, `eval_loss` and so on.
@@ -303,22 +304,24 @@ class EpochHook(EpochMeans):
       history: lists with a value for each epoch, by name.
     """
 
-    run_state = ("history", *EpochMeans.run_state)
+    run_state = ("history", "_means")
 
     def __init__(self, trainer: Any, callbacks: Sequence[Callable[..., Any]]) -> None:
         self._trainer, self._callbacks = trainer, callbacks
         self.reset(0)
 
-    def reset(self, step: int) -> None:
-        super().reset(step)
+    def reset(self, step: int) -> None:  # noqa: ARG002
         self.history: dict[str, list[float]] = {}
+        self._means = NO_MEANS
 
     def __call__(self, event: Event) -> None:
         self._trainer.state = event.state
-        super().__call__(event._replace(metrics={}) if event.is_train else event)
+        event = event._replace(metrics={}) if event.is_train else event
+        self._means = add_event(self._means, event)
 
     def end_epoch(self, epoch: int) -> None:
-        metrics = {name.replace("/", "_", 1): x for name, x in self.take_means().items()}
+        means, self._means = epoch_means(self._means), NO_MEANS
+        metrics = {name.replace("/", "_", 1): x for name, x in means.items()}
         past = self.history
         self.history = past | {name: [*past.get(name, []), x] for name, x in metrics.items()}
         for callback in self._callbacks:

@@ -17,7 +17,8 @@ from stepfold import tree
 from stepfold.core.optimizer import as_optimizer, find_nodes
 from stepfold.core.validation import read_integer, read_positive, suggest
 from stepfold.errors import refuse
-from stepfold.loop.hooks.base import Event, Hook, Replace
+from stepfold.loop.hooks.base import AnyHook
+from stepfold.loop.hooks.events import Event, Replace
 
 # Schedules: functions of the peak, the end value, and the number of steps between them.
 
@@ -146,7 +147,7 @@ def scale_on_plateau(options: Mapping[str, Any]) -> optax.GradientTransformation
     return optax.GradientTransformation(plateau.init, update)
 
 
-def plateau_hook(options: Mapping[str, Any], metric: str = "eval/loss") -> Hook:
+def plateau_hook(options: Mapping[str, Any], metric: str = "eval/loss") -> AnyHook:
     """Make a hook that tells `scale_on_plateau` the loss of each evaluation."""
     plateau: Any = as_optimizer(contrib.reduce_on_plateau(**options))
     is_node: Any = lambda node: isinstance(node, contrib.ReduceLROnPlateauState)

@@ -18,7 +18,7 @@ from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.state import TrainState
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.hooks.base import Hook
+from stepfold.loop.hooks.base import AnyHook
 from stepfold.loop.hooks.performance import memory_use
 from stepfold.sharding.plan import make_sharding
 
@@ -76,7 +76,7 @@ class Parts:
     given_tx: optax.GradientTransformation | None = None
     given_scheduler: optax.Schedule | None = None
     evaluations: Sequence[Evaluation] = ()
-    hooks: Sequence[Hook] = ()
+    hooks: Sequence[AnyHook] = ()
     callbacks: Sequence[Callable[..., Any]] = ()
     watchers: Sequence[Watcher] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)

@@ -50,7 +50,7 @@ from stepfold.core.validation import (
 from stepfold.errors import DataError, TreeMismatchError, refuse, warn
 from stepfold.loop.data import check_batches
 from stepfold.loop.evaluate import evaluate
-from stepfold.loop.hooks.base import Hook
+from stepfold.loop.hooks.base import AnyHook
 from stepfold.loop.hooks.stop import stop_early
 from stepfold.loop.metrics import merge_metrics, metric_values
 
@@ -208,7 +208,7 @@ class Trainer(ModelTrainer):
         hook = EpochHook(self, calls)
         if checkpoints is not None and self._overrides("_save_checkpoint"):
             calls.insert(0, make_saver(hook, save_dir, save_freq, metric))
-        hooks: list[Hook] = [hook]
+        hooks: list[AnyHook] = [hook]
         if metric is not None and patience is not None:
             read_integer("early_stopping_patience", patience)
             hooks.append(stop_early(metric, patience=patience))

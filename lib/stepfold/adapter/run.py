@@ -22,7 +22,8 @@ from stepfold.data.epochs import EpochEnds
 from stepfold.errors import refuse, warn
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.loop.evaluate import Evaluation, mesh_of
-from stepfold.loop.hooks.base import BaseHook, Event, Hook
+from stepfold.loop.hooks.base import AnyHook, BaseHook
+from stepfold.loop.hooks.events import Event
 from stepfold.loop.hooks.performance import memory_use
 from stepfold.loop.hooks.stop import stop_early
 from stepfold.loop.hooks.wrappers import callback, every
@@ -222,10 +223,10 @@ def make_hooks(
     step: Step | None = None,
     *,
     evaluations: Sequence[Evaluation],
-) -> list[Hook]:
+) -> list[AnyHook]:
     """Make the hooks of a run. The trainer's comes after those that return numbers."""
     arguments = parts.arguments
-    hooks: list[Hook] = [_AroundStep(step)] if isinstance(step, StepWithHooks) else []
+    hooks: list[AnyHook] = [_AroundStep(step)] if isinstance(step, StepWithHooks) else []
     if parts.train_step is parts.own_step:  # which skips a NaN or inf
         hooks.append(stop_on_skipped(arguments))
     metric, mode = best_metric(arguments)
@@ -267,7 +268,7 @@ def _epoch_ends(trainer: trainer_hooks.Methods) -> EpochEnds:
     return EpochEnds.of_length(trainer.plan.epoch_steps or trainer.max_training_steps or 1)
 
 
-def stop_on_skipped(arguments: TrainingArguments) -> Hook:
+def stop_on_skipped(arguments: TrainingArguments) -> AnyHook:
     """Make a hook that stops the run if the step skips a NaN or inf."""
     # 25 steps bring a dynamic loss scale from its largest to its smallest value.
     has_scale = precision(arguments).needs_loss_scale
@@ -299,7 +300,7 @@ def _check_evaluations(
         refuse(name, f"{metric} to be measured during the run", "one evaluation at the end", advice)
 
 
-def _expect_metric(metric: str) -> Hook:
+def _expect_metric(metric: str) -> AnyHook:
     """Make a hook that checks that an evaluation measures a metric."""
     kind = metric.rpartition("/")[0]
 

@@ -41,8 +41,8 @@ from stepfold.errors import ConfigError, refuse
 from stepfold.inspect.flops import count, estimate
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.fit import FitResult, fit
-from stepfold.loop.hooks.base import Event, Hook, call_optional
-from stepfold.loop.hooks.stop import stop_early
+from stepfold.loop.hooks.base import AnyHook, Hook, Sink, call_optional
+from stepfold.loop.hooks.events import Event
 from stepfold.loop.hooks.weights import weight_statistics
 from stepfold.loop.metrics import metric_values
 from stepfold.loop.predict import predict
@@ -132,7 +132,8 @@ class Trainer:
     result: FitResult | None = None
     stopped: str | None = None
     watched_step = 0  # of the last `log_watchers`
-    _run_hooks: Sequence[Hook] = ()
+    _run_hooks: Sequence[AnyHook] = ()
+    _best_states: Mapping[str, Any] = {}  # by hook: the step and state, or None
     _state_source: str | None = None  # what has replaced the state since then
     best = property(
         lambda self: getattr(self.result, "best", None),
@@ -166,7 +167,7 @@ class Trainer:
         names: NameMap | None = None,
         devices: Sequence[jax.Device] | None = None,
         evaluations: Sequence[Evaluation] = (),
-        hooks: Sequence[Hook] = (),
+        hooks: Sequence[AnyHook] = (),
         callbacks: Sequence[Callable[..., Any]] = (),
         watchers: Sequence[Watcher] = (),
         config: Any = None,
@@ -228,7 +229,7 @@ class Trainer:
             given_tx=tx,
             given_scheduler=scheduler,
             evaluations=check_list("evaluations", evaluations, "sf.Evaluation(…)", Evaluation),
-            hooks=check_list("hooks", hooks, "functions of an event"),
+            hooks=check_list("hooks", hooks, "functions of an event", others=(Hook, Sink)),
             callbacks=check_list("callbacks", callbacks, "functions (trainer, epoch, metrics)"),
             watchers=trainer_hooks.check_watchers(watchers),
             metadata=saving.check_metadata(config, metadata),
@@ -406,7 +407,9 @@ class Trainer:
         """Run the steps, with evaluations, hooks and checkpoints."""
         arguments, parts = self.arguments, self._parts
         step, evaluations = run.step_of(parts, self), run.evaluations_of(parts, self)
-        self._run_hooks = run.make_hooks(parts, self, step, evaluations=evaluations)
+        hooks = run.make_hooks(parts, self, step, evaluations=evaluations)
+        self._best_states = best = dict[str, Any]()
+        self._run_hooks = [trainer_hooks.note_best_state(hook, best) for hook in hooks]
         evaluations += run.saves_of(parts, self)
         is_resumed = self.checkpoint_path is not None
         if not is_resumed and self.writer is not None and self.is_enable:
@@ -743,9 +746,8 @@ class Trainer:
     @property
     def best_state(self) -> Any:
         """The best state so far: that of early stopping, or of the best checkpoint."""
-        states = [hook.best_state for hook in self._run_hooks if isinstance(hook, stop_early)]
-        if states and states[0] is not None:
-            return states[0]
+        if best := next(filter(None, self._best_states.values()), None):
+            return best[1]
         manager = self.checkpoint_manager
         if manager is None or manager.best is None:
             raise ConfigError(

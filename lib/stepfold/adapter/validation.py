@@ -197,12 +197,19 @@ def check_functions(**values: Any) -> None:
             refuse(name, "a function", tree.describe_value(value))
 
 
-def check_list(name: str, values: Any, expected: str, kind: type | None = None) -> list[Any]:
-    """Return a list of values of a type, or without a type of functions."""
+def check_list(
+    name: str,
+    values: Any,
+    expected: str,
+    kind: type | None = None,
+    others: tuple[type, ...] = (),
+) -> list[Any]:
+    """Return a list of values of a type, or without a type of functions; or of other types."""
     if not isinstance(values, list | tuple):
         refuse(name, f"a list of {expected}", tree.describe_value(values))
     for index, value in enumerate(values):
-        if not (is_function(value) if kind is None else isinstance(value, kind)):
+        is_one = is_function(value) if kind is None else isinstance(value, kind)
+        if not is_one and not isinstance(value, others):
             item = "a function" if kind is None else expected
             refuse(f"{name}[{index}]", item, tree.describe_value(value))
     return list(values)

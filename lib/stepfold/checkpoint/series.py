@@ -38,7 +38,7 @@ from stepfold.errors import CheckpointError, refuse, warn
 if TYPE_CHECKING:
     from stepfold.checkpoint.policy import Checkpoints
 
-_Kind = Literal["permanent", "requested", "temporary"]
+SaveKind = Literal["permanent", "requested", "temporary"]
 
 
 class StepReader:
@@ -107,13 +107,14 @@ class Series(StepReader):
         self._temporary: TierStore | None = None
         if policy.temporary:
             self._temporary = open_temporary(policy.temporary, self.store)
+            self._continuous = ContinuousSaves()
         self.saved: int | None = None
         self.restored_temporary = False
         self.evaluated: Mapping[str, int] | None = None
         self._saved_at = self._any_saved_at = time.monotonic()  # the latter in either directory
         self._saving: int | None = None  # the last step of which a save began
-        self._due: dict[int, _Kind] = {}  # what `due` has found for steps that are not saved yet
-        self._continuous, self._continuous_due = ContinuousSaves(), 0
+        self._due: dict[int, SaveKind] = {}  # what `due` has found for steps that are not saved yet
+        self._continuous_due = 0
         self._is_requested = False
         self._notify: Callable[[], None] | None = None  # at a request
         self._buffers = HostBuffers() if policy.async_ else None
@@ -188,13 +189,14 @@ class Series(StepReader):
         of them.
         """
         self._has_epochs = self._has_epochs or epoch is not None
-        if (kind := self._kind_due(step, epoch)) is None:
+        if (kind := self.kind_due(step, epoch)) is None:
             self._due.pop(step, None)
             return False
         self._due[step] = kind
         return True
 
-    def _kind_due(self, step: int, epoch: int | None) -> _Kind | None:
+    def kind_due(self, step: int, epoch: int | None = None) -> SaveKind | None:
+        """Return which kind of save is due after `step` steps; see `due` and `save`."""
         policy, temporary = self.policy, self.policy.temporary
         if step < 1 or step == self.saved:
             return None
@@ -252,6 +254,7 @@ class Series(StepReader):
         before_commit: Callable[[], None] | None = None,
         permanent: bool = False,
         requested: bool = False,
+        kind: SaveKind | None = None,
         awaits: Sequence[str] = (),
     ) -> None:
         """Save a state; the arguments are those of `stepfold.save`.
@@ -266,6 +269,8 @@ class Series(StepReader):
         | temporary | `due` found only that due, and not `permanent=True` | `Temporary` | by that |
         | permanent | otherwise | `Checkpoints` | by `keep` |
 
+        `kind` is that of `kind_due`, in place of what `due` found and of the other two.
+
         `awaits` names evaluations that another process makes of the step, which is kept until then.
 
         Raises:
@@ -273,8 +278,10 @@ class Series(StepReader):
         """
         arguments: Any = {"step": step, "data": data, "metrics": metrics, "extra": extra}
         arguments |= {"best": self.ranking, "awaits": awaits}
+        if kind is not None:
+            permanent, requested = kind == "permanent", kind == "requested"
         temporary = None if permanent or requested else self._temporary
-        if temporary is not None and self._is_temporary(state, step):
+        if temporary is not None and (kind is not None or self._is_temporary(state, step)):
             # Without an agreement: no process waits for another.
             start = time.monotonic()
             self._join_thread()

@@ -15,7 +15,7 @@ import numpy as np
 
 from stepfold.core.validation import read_positive
 from stepfold.debug.result import Cause, RunDiff
-from stepfold.debug.run_files import RunFiles
+from stepfold.debug.run_record import RunRecord
 from stepfold.errors import refuse
 from stepfold.loop.report.read import relative_difference, shared_rows
 
@@ -103,7 +103,7 @@ def diff(
         for name, part in parts.items():
             if part is None:
                 refuse(name, "that of the first run, to run its steps again", "None")
-    runs = RunFiles(a), RunFiles(b)
+    runs = RunRecord(a), RunRecord(b)
     missing = [*runs[0].missing, *runs[1].missing]
     rows, compared_rows = _compare_metrics(*runs, rtol)
     saved, compared = _compare_checkpoints(*runs, missing, rtol)
@@ -128,7 +128,7 @@ def diff(
 
 
 def _compare_metrics(
-    first: RunFiles, second: RunFiles, rtol: float
+    first: RunRecord, second: RunRecord, rtol: float
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the first row that differs and how that grows, as fields, and what was compared."""
     differing: dict[str, tuple[np.ndarray, ...]] = {}  # the columns from the first difference on
@@ -162,7 +162,7 @@ def _compare_metrics(
 
 
 def _compare_checkpoints(
-    first: RunFiles, second: RunFiles, missing: list[str], rtol: float
+    first: RunRecord, second: RunRecord, missing: list[str], rtol: float
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the first checkpoint that differs, as fields, and what was compared."""
     fields: dict[str, Any] = {"checkpoint": None, "leaves": (), "equal_until": 0}
@@ -209,7 +209,7 @@ def _compare_leaves(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[st
 # Causes
 
 
-def _compare_settings(first: RunFiles, second: RunFiles) -> tuple[list[Cause], list[str]]:
+def _compare_settings(first: RunRecord, second: RunRecord) -> tuple[list[Cause], list[str]]:
     """Return in what two runs differ, and the sections of `run.json` in which they do not."""
     if not first.timeline or not second.timeline:
         return [], []

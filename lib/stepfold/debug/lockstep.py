@@ -21,7 +21,7 @@ from stepfold.checkpoint.restore import Restored, restore
 from stepfold.core.state import strengthen
 from stepfold.core.step import StepFn
 from stepfold.debug.result import Cause, RunDiff
-from stepfold.debug.run_files import RunFiles
+from stepfold.debug.run_record import RunRecord
 from stepfold.errors import DataError, refuse
 from stepfold.internals.jax import without_dead_code
 from stepfold.loop.data import DataPosition, reread
@@ -32,7 +32,7 @@ from stepfold.loop.step_runner import StepRunner
 
 def replay_steps(
     found: RunDiff,
-    runs: Sequence[RunFiles],
+    runs: Sequence[RunRecord],
     state: Any,
     programs: Sequence[tuple[StepFn, Any]],
     until: int,
@@ -98,7 +98,7 @@ def _bits(leaf: Any) -> tuple[Any, ...]:
     return is_key(leaf), array.shape, array.dtype, array.tobytes()
 
 
-def _moved(batches: Any, run: RunFiles, position: Any, start: int) -> Any:
+def _moved(batches: Any, run: RunRecord, position: Any, start: int) -> Any:
     """Move the batches of a run to the batch after step `start`; they return when it closes."""
     if not {*run.skipped} <= {*map(tuple, getattr(batches, "skipped", None) or ())}:
         if not hasattr(batches, "without"):

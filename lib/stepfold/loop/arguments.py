@@ -1,9 +1,10 @@
 """The checks of the arguments of `fit`, before anything is opened."""
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepfold.checkpoint.leaves import check_values
 from stepfold.checkpoint.policy import Checkpoints
@@ -18,17 +19,11 @@ from stepfold.errors import refuse, warn
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.fold import Part
-from stepfold.loop.hooks.base import (
-    Event,
-    Hook,
-    call_optional,
-    hook_name,
-    may_stop,
-)
-from stepfold.loop.hooks.stop import TimeLimit, stop_on_nonfinite
-from stepfold.loop.hooks.wrappers import check_kinds as check_kind
+from stepfold.loop.hooks.base import Hook, ObjectEffects, Sink, as_hook
+from stepfold.loop.hooks.events import Event, GoBack, Nonfinite, Stop
+from stepfold.loop.hooks.stop import stop_on_nonfinite
+from stepfold.loop.hooks.stop import time_limit as stop_at_time_limit
 from stepfold.loop.metrics import History
-from stepfold.loop.run_info import flatten_config
 from stepfold.loop.step_runner import StepRunner
 from stepfold.tree import describe_value
 
@@ -71,23 +66,23 @@ def check_checkpoints(checkpoints: Any, evaluations: Sequence[Evaluation]) -> No
 
 def with_default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:
     """Add hooks that stop at a NaN and at the time limit."""
-    is_guarded = any(getattr(hook, "replaces_nonfinite_stop", False) for hook in hooks)
-    all_hooks: list[Hook] = [*([] if is_guarded else [stop_on_nonfinite()]), *hooks]
-    if time_limit is not None:
-        all_hooks.append(TimeLimit(time_limit))
-    return all_hooks
+    is_guarded = any(hook.declares(Nonfinite) for hook in hooks)
+    all_hooks = [*([] if is_guarded else [stop_on_nonfinite()]), *hooks]
+    return [*all_hooks, *([] if time_limit is None else [stop_at_time_limit(time_limit)])]
 
 
-def write_config(hooks: Sequence[Hook], config: Mapping[str, Any]) -> None:
-    """Pass the config to hooks that are open."""
-    for hook in hooks:
-        call_optional(hook, "write_config", flatten_config(config))
+def write_config(sinks: Sequence[Sink], config: Any) -> None:
+    """Pass the config to sinks that are open."""
+    from stepfold.loop.run_info import flatten_config, read_config  # lazy: a plain run has none
+
+    for sink in sinks:
+        sink.write_config(flatten_config(read_config(config)))
 
 
 def check_end(feed: BatchFeed, limits: Sequence[Any], hooks: Sequence[Hook]) -> None:
     """Refuse a run that nothing can end."""
     has_limit = any(limit is not None for limit in limits)
-    if feed.endless and not has_limit and not any(map(may_stop, hooks)):
+    if feed.endless and not has_limit and not any(hook.may_return(Stop) for hook in hooks):
         epochs = f" or epochs=… (an epoch has {feed.epoch_steps} steps)" if feed.epoch_steps else ""
         expected = "one of them for batches without an end"
         refuse("steps, epochs", expected, "neither", f"give steps=…{epochs}")
@@ -115,27 +110,59 @@ def check_batches(feed: BatchFeed, evaluations: Sequence[Evaluation], steps_per_
             refuse("evaluation", "other batches than those of the training", "the same", advice)
 
 
-def check_hooks(hooks: Any) -> list[Hook]:
-    """Return the hooks, which are functions of an event."""
-    checked: list[Hook] = list(hooks) if isinstance(hooks, list | tuple) else [hooks]
-    for hook in checked:
-        if not callable(hook) or isinstance(hook, type) or not takes(hook, 1):
-            got, advice = describe_value(hook), ""
-            if isinstance(hook, type):
-                advice = f"call it with its arguments, as in {spell_call(hook)}"
-            elif callable(getattr(hook, "write_scalars", None)):
-                advice = "sf.log_to(writer) makes a hook of a writer"
-            elif callable(hook):
-                got += f", which takes {spell_call(hook)}"
-            refuse("hooks", "functions of an event", got, advice)
-    return checked
+class Given(NamedTuple):
+    """What `fit` was given as hooks, by kind."""
+
+    parts: list[Part]
+    hooks: list[Hook]
+    sinks: list[Sink]
 
 
-def split_parts(hooks: Sequence[Any]) -> tuple[list[Part], list[Hook]]:
-    """Separate parts of a run, which have `next` and `is_due`, from functions of an event."""
-    is_part = [hasattr(hook, "next") and hasattr(hook, "is_due") for hook in hooks]
-    parts = [hook for hook, is_one in zip(hooks, is_part, strict=True) if is_one]
-    return parts, [hook for hook, is_one in zip(hooks, is_part, strict=True) if not is_one]
+_EFFECTS = (
+    *("open", "rewind", "write_config", "end_run", "flush", "close"),
+    *("shows_progress", "writes_metrics"),
+)
+
+
+def read_hooks(hooks: Any) -> Given:
+    """Separate hooks, sinks, and parts of a run, which have `next` and `is_due`."""
+    given, is_list = Given([], [], []), isinstance(hooks, list | tuple)
+    for hook in hooks if is_list and not isinstance(hooks, Hook) else [hooks]:
+        if isinstance(hook, Sink):
+            given.sinks.append(hook)
+        elif hasattr(hook, "next") and hasattr(hook, "is_due"):
+            given.parts.append(hook)
+        else:
+            is_pure = isinstance(hook, Hook)
+            _check_callable(hook.update if is_pure else hook, 2 if is_pure else 1)
+            given.hooks.append(made := as_hook(hook))
+            if any(hasattr(made.source, name) for name in _EFFECTS):
+                given.sinks.append(ObjectEffects(made.source))
+    return given
+
+
+def _check_callable(hook: Any, count: int) -> None:
+    """Refuse what is not a function of an event, or of a state and an event."""
+    # Functions of this package that make hooks; those that are hooks say what they provide.
+    is_maker = isinstance(hook, type) or (
+        inspect.isfunction(hook)
+        and (hook.__module__ or "").startswith("stepfold.loop.")
+        and not hasattr(hook, "provides")
+        and count == 1
+    )
+    if callable(hook) and not is_maker and takes(hook, count):
+        return
+    got, advice = describe_value(hook), ""
+    if is_maker:
+        advice = f"call it with its arguments, as in {spell_call(hook)}"
+    elif callable(getattr(hook, "write_scalars", None)):
+        advice = "sf.log_to(writer) makes a hook of a writer"
+    elif callable(hook):
+        got += f", which takes {spell_call(hook)}"
+        advice = "sf.Hook(init, hook) has a state" if takes(hook, 2) else ""
+    is_pure = count == 2
+    expected = "a function of a state and an event" if is_pure else "functions of an event"
+    refuse("hooks: update" if is_pure else "hooks", expected, got, advice)
 
 
 def check_kinds(hooks: Sequence[Hook], evaluations: Sequence[Evaluation]) -> None:
@@ -143,11 +170,15 @@ def check_kinds(hooks: Sequence[Hook], evaluations: Sequence[Evaluation]) -> Non
     kinds = ["train", *(evaluation.name for evaluation in evaluations)]
     at_end = {each.name for each in evaluations if not (each.every or each.every_epochs)}
     for hook in hooks:
-        check_kind(hook, kinds)
-        metric = getattr(hook, "metric", None) or ""
-        if may_stop(hook) and metric.partition("/")[0] in at_end:
+        for kind in hook.only or ():
+            if kind not in kinds:
+                is_wrapper = "every" in hook.name.split()
+                argument = "every: kind" if is_wrapper else f"{hook.label}: only"
+                refuse(argument, f"one of {', '.join(kinds)}", repr(kind))
+        metric = hook.metric or ""
+        if hook.may_return(Stop) and metric.partition("/")[0] in at_end:
             warn(
-                f"{hook_name(hook)}: expected {metric} to be measured during the run, got an "
+                f"{hook.label}: expected {metric} to be measured during the run, got an "
                 "evaluation at its end; give sf.Evaluation(…, every=…)",
             )
 
@@ -159,7 +190,7 @@ def check_epochs(feed: BatchFeed, recurring: Sequence[Any], hooks: Sequence[Hook
     expected = "batches that know how many steps an epoch has"
     if any(item is not None and item.every_epochs for item in recurring):
         refuse("every_epochs", expected, feed.batches, "give every=…, or sf.batches(data, …)")
-    if any(hasattr(hook, "end_epoch") for hook in hooks):
+    if any("epoch" in hook.also for hook in hooks):
         expected += ", for a hook that is called after epochs"
         refuse("hooks", expected, feed.batches, "give sf.batches(data, …)")
 
@@ -169,10 +200,10 @@ def check_resumable(
 ) -> None:
     """Check before the first step that a checkpoint can hold the data position and hook state."""
     for hook in hooks:
-        if getattr(hook, "goes_back", False) and may_stop(hook):
+        if hook.declares(GoBack) and hook.declares(Stop):
             feed.skippable()
             if checkpoints is None:
-                argument, advice = f"hooks: {hook_name(hook)}", "give sf.Checkpoints(every=…)"
+                argument, advice = f"hooks: {hook.label}", "give sf.Checkpoints(every=…)"
                 refuse(argument, "checkpoints=… to go back to", "none", advice)
     if checkpoints is None:
         return
@@ -185,10 +216,12 @@ def check_resumable(
     check_values(feed.position(feed.first_used), "batches: get_state()")
     feed.check_next_position = feed.is_resumable
     for hook in hooks:
-        state, argument = call_optional(hook, "get_state"), f"hooks: {hook_name(hook)}"
-        check_values(state, f"{argument}: get_state()")
-        set_state = getattr(hook, "set_state", None)
-        if state is not None and not callable(set_state):
+        argument = f"hooks: {hook.label}"
+        source, saves = hook.source, hasattr(hook.source, "get_state")
+        state = source.get_state() if saves else hook.init
+        check_values(state, f"{argument}: get_state()" if saves else f"{argument}: init")
+        set_state = getattr(source, "set_state", None)
+        if saves and state is not None and not callable(set_state):
             expected, got = "set_state next to get_state, to be resumed", describe_value(set_state)
             refuse(argument, expected, got, "add it, or drop get_state")
 
@@ -202,14 +235,14 @@ class WatchedMetrics:
         checkpoints: Checkpoints | None,
         evaluations: Sequence[Evaluation],
     ) -> None:
-        named: Any = [(getattr(hook, "metric", None), "hooks") for hook in hooks]
+        named: Any = [(hook.metric, "hooks") for hook in hooks]
         self.unseen: dict[str, str] = {metric: argument for metric, argument in named if metric}
         if checkpoints is not None and checkpoints.best is not None:
             self.unseen[checkpoints.best] = "Checkpoints(best=…)"
         self.saw_event = False
         # Their results may come after the end of the run.
         self._elsewhere = tuple(f"{each.name}/" for each in evaluations if each.elsewhere)
-        provided = [getattr(hook, "provides", None) for hook in hooks]
+        provided = [hook.provides for hook in hooks]
         self._knows_names = None not in provided
         prefixes = ["train/", *(f"{evaluation.name}/" for evaluation in evaluations)]
         prefixes += [prefix for names in provided for prefix in names or ()]

@@ -1,4 +1,4 @@
-"""The part of a run that reads the evaluations which another process makes of its checkpoints.
+"""What reads the evaluations which another process makes of its checkpoints.
 
 `evaluator.py` is the other process. They meet in the notes next to the checkpoints, as
 `checkpoint/results.py` describes them: the run says which evaluations a checkpoint awaits, and the
@@ -26,8 +26,9 @@ from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.store import complete_steps
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.errors import CheckpointError, warn
-from stepfold.loop.fold import NO_VALUE, Alone
-from stepfold.loop.parts import Evaluate, Log
+from stepfold.loop.evaluate import Evaluation
+from stepfold.loop.fold import Setup, show_evaluation
+from stepfold.loop.inbox import NO_VALUE, Inbox
 from stepfold.loop.plan import Plan
 from stepfold.loop.run import Run
 
@@ -47,11 +48,11 @@ class Elsewhere:
     name = "evaluations elsewhere"
 
     def __init__(
-        self, evaluations: Sequence[Evaluate], series: Series, plan: Plan, log: Log, peers: Alone
+        self, evaluations: Sequence[Evaluation], series: Series, plan: Plan, inbox: Inbox
     ) -> None:
         self._evaluations, self._series, self._plan = evaluations, series, plan
-        self._log, self._peers, self._store = log, peers, series.store
-        self._names = [each.evaluation.name for each in evaluations]
+        self._inbox, self._store = inbox, series.store
+        self._names = [each.name for each in evaluations]
         self._leases = Leases(series.store, LEASES)
         self._known: list[Result] = []  # read, and of a checkpoint of this run
         self._queue: list[Any] = []
@@ -81,30 +82,31 @@ class Elsewhere:
         """Return the evaluations that are due; at the end, as in `fit`, all of them."""
         is_end = run.is_complete or (run.end is not None and not run.is_interrupted)
         return [
-            name
-            for name, each in zip(self._names, self._evaluations, strict=True)
-            if is_end or each.is_scheduled(run)
+            each.name
+            for each in self._evaluations
+            if is_end or self._plan.evaluates(each, run.step, run.began)
         ]
 
     def next(self, run: Run) -> float:
-        return min(each.next(run) for each in self._evaluations)
+        return min(self._plan.next_due(each, run.step) for each in self._evaluations)
 
     def is_due(self, run: Run) -> bool:
         if self._queue or run.step == self._looked_at:
             return bool(self._queue)
-        return self._peers.is_alone or self._is_planned(run)
+        return self._inbox.is_alone or self._is_planned(run)
 
-    def __call__(self, run: Run) -> Run:
-        """Show hooks the next result, if there is one."""
+    def take(self, run: Run, setup: Setup) -> Run:
+        """Show hooks the next result; return the run itself if there is none."""
+        self._inbox.move(self.name, run.step)
         if not self._queue and run.step != self._looked_at:
             self._looked_at = run.step
             is_late = time.monotonic() >= self._next_look
             if is_late or self._is_planned(run) or run.end is not None:
                 self._queue = self._look(run)
-        return self._show_next(run)
+        return self._show_next(run, setup)
 
-    def finish(self, run: Run) -> Run:
-        """Show the next result; wait for it if a live process is about to make it."""
+    def finish(self, run: Run, setup: Setup) -> Run:
+        """Show hooks the next result; wait for it if a live process is about to make it."""
         pause, start = 0.02, time.monotonic()
         while not self._queue:
             is_over = self._is_over(run)  # before the look, so that no result is missed
@@ -113,14 +115,14 @@ class Elsewhere:
                 break
             if time.monotonic() - start > _QUIET_SECONDS:
                 self._warn_at_end(run, "is done, and waits for", "which another process makes")
-            self._peers.move("the wait for evaluations elsewhere", run.step)
-            if self._peers.wait_for(time.sleep, pause) is NO_VALUE:
-                return self._peers.hear(run)
+            self._inbox.move("the wait for evaluations elsewhere", run.step)
+            if self._inbox.wait_for(time.sleep, pause) is NO_VALUE:
+                return self._inbox.hear_during_event(run)
             pause = min(2 * pause, 1.0)
         if not self._queue:
             why = "since no live process makes it; start sf.evaluate_run, and then the same call of"
             self._warn_at_end(run, "ends without", f"{why} fit, which reads the results")
-        return self._show_next(run)
+        return self._show_next(run, setup)
 
     def _warn_at_end(self, run: Run, problem: str, why: str) -> None:
         """Warn once of each problem with the steps that await an evaluation."""
@@ -139,11 +141,11 @@ class Elsewhere:
     def _is_planned(self, run: Run) -> bool:
         return any(self._plan.is_due(item, run.step) for item in self._plan.recurring)
 
-    def _show_next(self, run: Run) -> Run:
+    def _show_next(self, run: Run, setup: Setup) -> Run:
         if not self._queue:
             return run
         name, step, metrics = self._queue.pop(0)
-        run = self._log.show(run, name, metrics, step)
+        run = show_evaluation(run, setup, name, metrics, step)
         self._note(run)
         return run
 
@@ -186,7 +188,7 @@ class Elsewhere:
     def _is_over(self, run: Run) -> bool:
         """Whether no live process is about to evaluate a step for the run."""
         is_over = True
-        if jax.process_index() == 0 and self._peers.signal is None:
+        if jax.process_index() == 0 and self._inbox.signal is None:
             with suppress(CheckpointError):
                 held = self._leases.held()
                 live = {name for lease in held for name in lease["names"]}

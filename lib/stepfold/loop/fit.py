@@ -1,52 +1,49 @@
 """`fit`: the default training loop, built from the parts that custom loops use too."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
 
 from stepfold.checkpoint.policy import Checkpoints
-from stepfold.checkpoint.results import drop_results
-from stepfold.checkpoint.series import Series
-from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.state import is_available
 from stepfold.core.validation import as_integer
 from stepfold.errors import refuse, warn
 from stepfold.loop.arguments import (
+    Given,
     WatchedMetrics,
     check_batches,
     check_checkpoints,
     check_end,
     check_epochs,
     check_evaluations,
-    check_hooks,
     check_kinds,
     check_numbers,
     check_resumable,
     check_resume,
-    split_parts,
+    read_hooks,
     with_default_hooks,
     write_config,
 )
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.fold import Alone
-from stepfold.loop.hooks.base import GoBack, Hook, HookDispatcher, Stop, call_optional, may_stop
-from stepfold.loop.hooks.progress import DefaultProgress, progress
-from stepfold.loop.hooks.stop import Nonfinite
-from stepfold.loop.initial_state import InitialState
+from stepfold.loop.hooks.base import AnyHook, Hooks, Sink, Stopwatch, call_optional
+from stepfold.loop.hooks.events import Nonfinite, Stop
+from stepfold.loop.hooks.progress import DefaultProgress
+from stepfold.loop.inbox import Inbox
 from stepfold.loop.metrics import History
-from stepfold.loop.patience import end_with_others
-from stepfold.loop.peers import Several
-from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
 from stepfold.loop.run import Kind, Request
-from stepfold.loop.run_directory import Moved, RunDirectory, RunFiles, read_run_directory
-from stepfold.loop.run_info import read_config, run_metadata
-from stepfold.loop.session import Options, Session
+from stepfold.loop.run_directory import Moved, RunDirectory, read_run_directory
+from stepfold.loop.session import InitialState, Options, Session
 from stepfold.loop.signals import Signals, print_waiting, raise_signal
+
+if TYPE_CHECKING:
+    from stepfold.checkpoint.series import Series
+    from stepfold.loop.replay.capsule import Capsule
+    from stepfold.loop.run_files import RunFiles
 
 
 def fit(
@@ -60,7 +57,7 @@ def fit(
     run_dir: RunDirectory | str | os.PathLike[str] | None = None,
     evaluation: Evaluation | Sequence[Evaluation] = (),
     checkpoints: Checkpoints | None = None,
-    hooks: Hook | Sequence[Hook] = (),
+    hooks: AnyHook | Sequence[AnyHook] = (),
     log_every: int = 10,
     resume: bool | Sequence[str] = True,
     steps_per_call: int = 1,
@@ -70,7 +67,7 @@ def fit(
     """Train: fold batches into a state, log, evaluate, and save checkpoints.
 
     After a step, and where it is due, `fit` logs the metrics, evaluates, calls hooks at the end of
-    an epoch, does the parts of the user, saves, and then pulls the next batch. With `checkpoints`,
+    an epoch, calls parts of the user, saves, and then pulls the next batch. With `checkpoints`,
     the same call resumes from the newest good one: state, data, history and hooks continue as if
     the run had not been interrupted.
 
@@ -103,11 +100,12 @@ def fit(
         and checkpoints unless they have a directory.
       evaluation: an `Evaluation`, or several.
       checkpoints: a `Checkpoints`.
-      hooks: functions of an `Event`, or a `Part` of the run, as `stepfold.loop.fold` describes it.
-        Unless one of them is `stop_on_nonfinite`, a NaN or inf in the loss stops the run; the
-        result then has a `capsule` for `replay`. Unless one of them shows progress, as `progress`
-        and `log_to(console_writer())` do, a run of more than a few seconds prints a line on stderr
-        now and then; `progress("none")` turns that off, and the line that says from where a run
+      hooks: functions of an `Event`, a `Hook` if it has a state, a `Sink` for what shows or writes
+        events, or a `Part` of the run, as `stepfold.loop.fold` describes it. Unless one of them is
+        `stop_on_nonfinite`, a NaN or inf in the loss stops the run; the result then has a `capsule`
+        for `replay`. Unless one of them shows progress, as `progress` and
+        `log_to(console_writer())` do, a run of more than a few seconds prints a line on stderr now
+        and then; `progress("none")` turns that off, and the line that says from where a run
         resumes.
       log_every: the steps between log points.
       resume: whether to resume from a checkpoint; if False, an existing one is an error. Or the
@@ -147,56 +145,70 @@ def fit(
     may_resume = checkpoints is not None and restored_parts is None
     initial = InitialState.read(state, may_resume=may_resume)
     evaluations = check_evaluations(evaluation, initial.state)
-    user_parts, user_hooks = split_parts(check_hooks(hooks))
-    check_kinds(user_hooks, evaluations)
+    given = read_hooks(hooks)
+    check_kinds(given.hooks, evaluations)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
     runner = check_numbers(step, lengths, log_every, steps_per_call)
     lengths = {name: as_integer(length) for name, length in lengths.items()}
     steps, epochs, more_steps = lengths.values()
     log_every, steps_per_call = int(log_every), int(steps_per_call)
     check_checkpoints(checkpoints, evaluations)
-    config = read_config(run_directory.config)
-    all_hooks = with_default_hooks(user_hooks, time_limit)
+    all_hooks = with_default_hooks(given.hooks, time_limit)
     feed = BatchFeed(batches, epochs, steps_per_call=steps_per_call, keep_recent=True)
     check_epochs(feed, [*evaluations, checkpoints], all_hooks)
     check_batches(feed, evaluations, steps_per_call)
-    check_end(feed, [*lengths.values(), time_limit], user_hooks)
-    watched = WatchedMetrics(user_hooks, checkpoints, evaluations)
+    check_end(feed, [*lengths.values(), time_limit], given.hooks)
+    watched = WatchedMetrics(given.hooks, checkpoints, evaluations)
     check_resumable(checkpoints, feed, all_hooks)
 
-    has_writer = any(getattr(hook, "writes_metrics", False) for hook in user_hooks)
-    with ExitStack() as unless_opened:  # an argument may be refused
-        directory = RunFiles(run_directory, has_writer=has_writer)
-        series = _open_series(checkpoints, directory)
+    with ExitStack() as on_error:  # an argument may be refused
+        files = _open_files(run_directory, given)
+        series = _open_series(checkpoints, files)
         if series is not None:
-            unless_opened.callback(series.close)
-        arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
-        arguments |= {"steps_per_call": steps_per_call, "upload": run_directory.upload}
-        describe = partial(
-            run_metadata, initial.state, batches, arguments, evaluations, checkpoints, config
-        )
-        all_hooks += directory.make_hooks(all_hooks, describe, series)
+            on_error.callback(series.close)
+        default_sinks: list[Sink] = []
+        if files is not None:
+            arguments: dict[str, Any] = {
+                **lengths,
+                "log_every": log_every,
+                "time_limit": time_limit,
+            }
+            arguments |= {"steps_per_call": steps_per_call, "upload": run_directory.upload}
+            default_sinks = files.make_sinks(
+                all_hooks,
+                given.sinks,
+                (initial.state, batches, arguments, evaluations, checkpoints),
+                series,
+            )
+        if not any(sink.shows_progress for sink in given.sinks):
+            default_sinks.append(DefaultProgress())
         to_do = more_steps or feed.total  # of the epochs, if they are given
+        stopwatch = Stopwatch() if files is None else files.stopwatch
+        check = watched.check if watched.unseen else None
         session = Session(
             runner,
             initial,
             feed,
-            _make_dispatcher(all_hooks, user_hooks, directory, config, watched),
+            Hooks(all_hooks, [*given.sinks, *default_sinks], stopwatch, check),
             series,
-            Alone() if jax.process_count() == 1 else Several(),
-            Options(evaluations, log_every, directory.metrics_path is None, restored_parts),
+            Inbox() if jax.process_count() == 1 else _voting(),
+            Options(
+                evaluations, log_every, files is None or files.metrics_path is None, restored_parts
+            ),
             total=initial.step + to_do if to_do else steps,
         )
-        unless_opened.pop_all()
-    session.user_parts, session.parts = user_parts, [directory]
-    del state, initial, describe  # so that a restored state can take the memory
-    with _attach_result(session), _opened(session, directory, moved):
-        _start_or_resume(session, directory, more_steps, resume)
-        _show_start(session, directory)
-        _fold_to_the_end(session, directory, more_steps)
-        _take_capsule(session, directory)
+        on_error.pop_all()
+    session.files, session.parts = files, given.parts
+    if run_directory.config is not None:
+        session.on_open = partial(write_config, given.sinks, run_directory.config)
+    del state, initial, default_sinks  # so that a restored state can take the memory
+    with _attach_result(session), _opened(session, moved):
+        _start_or_resume(session, more_steps, resume)
+        _show_start(session)
+        _fold_to_the_end(session, more_steps)
+        _take_capsule(session)
     result = _make_result(session, _stop_reason(session) or Stop("error", ""))
-    raise_signal(session.peers, session.run, result)
+    raise_signal(session.inbox, session.run, result)
     watched.warn_of_unseen(result.history)
     _warn_if_untrained(session, result)
     return result
@@ -213,6 +225,7 @@ class FitResult(NamedTuple):
       best: the step of the best checkpoint, if `Checkpoints(best=…)` ranks them.
       resumed: the step of the checkpoint that it resumed from, or last went back to; or None.
       capsule: if a NaN or inf ended the run, the inputs of that step for `replay`.
+      hooks: the states of hooks and sinks at the end, by name.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> tx = optax.sgd(0.1)
@@ -229,7 +242,8 @@ class FitResult(NamedTuple):
     stop_reason: Stop
     best: int | None
     resumed: int | None
-    capsule: Capsule | None = None
+    capsule: "Capsule | None" = None
+    hooks: Mapping[str, Any] = {}
 
     def __repr__(self) -> str:
         last = {name: curve[-1] for name, curve in self.history.items() if curve}
@@ -241,145 +255,110 @@ class FitResult(NamedTuple):
         )
 
 
-def _open_series(checkpoints: Checkpoints | None, directory: RunFiles) -> Series | None:
+def _open_files(directory: RunDirectory, given: Given) -> "RunFiles | None":
+    if directory.path is None:
+        return None
+    from stepfold.loop.run_files import RunFiles  # lazy: a run without a directory has none
+
+    return RunFiles(directory, has_writer=any(sink.writes_metrics for sink in given.sinks))
+
+
+def _open_series(checkpoints: Checkpoints | None, files: "RunFiles | None") -> "Series | None":
     """Open the checkpoints of a run, in its directory unless they have one."""
     if checkpoints is None:
         return None
-    if checkpoints.directory is None and directory.path is None:
-        refuse("checkpoints", "a directory", "none", "give run_dir=…, or sf.Checkpoints('path')")
     path: Any = checkpoints.directory
-    return Series(checkpoints, path or directory.path / "checkpoints")  # type: ignore[operator]
+    if path is None and files is None:
+        refuse("checkpoints", "a directory", "none", "give run_dir=…, or sf.Checkpoints('path')")
+    return checkpoints.open(path or files.path / "checkpoints")  # type: ignore[union-attr]
 
 
-def _make_dispatcher(
-    hooks: Sequence[Hook],
-    user_hooks: Sequence[Hook],
-    directory: RunFiles,
-    config: Any,
-    watched: WatchedMetrics,
-) -> HookDispatcher:
-    """Return what calls all hooks, with one that shows progress unless the user gives one."""
-    shows_progress = any(getattr(hook, "shows_progress", False) for hook in user_hooks)
-    return HookDispatcher(
-        [*hooks, *([] if shows_progress else [DefaultProgress()])],
-        directory.stopwatch,
-        opened=None if config is None else partial(write_config, user_hooks, config),
-        check=watched.check if watched.unseen else None,
-    )
+def _voting() -> Inbox:
+    from stepfold.loop.voting import Voting  # lazy: a run of one process has no use for it
+
+    return Voting()
 
 
 @contextmanager
-def _opened(session: Session, directory: RunFiles, moved: Moved) -> Iterator[None]:
+def _opened(session: Session, moved: Moved) -> Iterator[None]:
     """Open what belongs to the run, and close it in reverse order, however the run ends."""
-    series, peers, hooks = session.series, session.peers, session.hooks.hooks
+    series, inbox, hooks = session.series, session.inbox, session.hooks
     with ExitStack() as stack:
         if series is not None:
             stack.callback(series.close)  # even if another run holds the lock
-        ended = lambda: (session.run, _stop_reason(session))
-        lose = lambda stop: peers.notify(Request(Kind.CORRUPTION, 0, stop))
-        stack.enter_context(directory.lock(lose, ended))
-        for hook in hooks:
-            stack.callback(call_optional, hook, "close")
-        stack.enter_context(Signals(peers).handle())  # until the last save is on disk
+        if session.files is not None:
+            how_it_ended = lambda: (session.run, _stop_reason(session))
+            on_lost_lock = lambda stop: inbox.notify(Request(Kind.CORRUPTION, 0, stop))
+            stack.enter_context(session.files.lock(on_lost_lock, how_it_ended))
+        for sink in hooks.sinks:
+            stack.callback(sink.close)
+        stack.enter_context(Signals(inbox).handle())  # until the last save is on disk
         if series is not None:
             stack.enter_context(series)
-            stack.callback(print_waiting, peers, series)
-        stack.callback(directory.stopwatch.end)
-        if isinstance(peers, Several):
-            stack.enter_context(end_with_others(peers, hooks, moved))
+            stack.callback(print_waiting, inbox, series)
+        stack.callback(hooks.stopwatch.end)
+        if not inbox.is_alone:
+            from stepfold.loop.patience import end_with_others  # lazy: for several processes
+
+            stack.enter_context(end_with_others(inbox, hooks.sinks, moved))
         yield
-        if series is not None and not peers.is_alone:
+        if series is not None and not inbox.is_alone:
             series.wait_together()
 
 
-def _start_or_resume(
-    session: Session,
-    directory: RunFiles,
-    more_steps: int | None,
-    resume: bool | Sequence[str],
-) -> None:
+def _start_or_resume(session: Session, more_steps: int | None, resume: Any) -> None:
     """Resume from a checkpoint if there is one."""
     series, rollbacks = session.series, session.rollbacks
-    if series is None or rollbacks is None or not _has_checkpoint(series):
-        if rollbacks is not None:
-            rollbacks.drop_note()
-        if series is not None:
-            with agreement(f"{series.directory}: not started"):
-                if jax.process_index() == 0:
-                    drop_results(series.store)
-        if series is not None and (others := series.steps()):
-            steps = ", ".join(map(str, others))
-            text = f"{series.directory} has steps {steps} of another program"
-            advice = "the run starts from the beginning; sf.restore may read these steps"
-            warn(f"checkpoints: {text}; {advice}")
-        session.initialize()
-        directory.start(session)
-        return
-    if resume is False:
-        expected = "a directory without checkpoints to start in"
-        got = f"steps {', '.join(map(str, series.steps()))} in {series.directory}"
-        refuse("resume=False", expected, got, "delete them, or give another directory")
-    rollbacks.load()
-    if rollbacks.done:
-        session.skip([rollback.skipped for rollback in rollbacks.done])
-    with agreement(f"{series.directory}: not resumed"):
-        session.continue_from_checkpoint(series, more_steps)
-    directory.fetch(session)
-    directory.continue_from(session)
+    if series is not None and rollbacks is not None:
+        from stepfold.loop.resume import resume_if_possible  # lazy: for checkpoints
+
+        if resume_if_possible(session, series, rollbacks, more_steps, resume):
+            return
+    session.initialize()
+    if session.files is not None:
+        session.files.start(session.run)
+    if any(getattr(sink, "written_files", ()) for sink in session.hooks.sinks):
+        from stepfold.loop.run_files import move_earlier_files  # lazy: for files
+
+        move_earlier_files(session.files, session.hooks.sinks, session.run.step)
 
 
-def _has_checkpoint(series: Series) -> bool:
-    """Whether process 0 sees a checkpoint, which may be damaged; collective."""
-    with agreement(f"{series.directory}: not resumed"):
-        has_checkpoint = jax.process_index() == 0 and series.has_checkpoint()
-    return broadcast_from_first([has_checkpoint])[0]
-
-
-def _show_start(session: Session, directory: RunFiles) -> None:
-    """Let hooks that show progress say from where the run resumes, and what it compiles."""
-    step, series, programs = session.run.resumed, session.series, directory.programs
-    hooks = [hook for hook in session.hooks.hooks if isinstance(hook, progress)]
+def _show_start(session: Session) -> None:
+    """Let sinks that show progress say from where the run resumes, and what it compiles."""
+    step, series, files = session.run.resumed, session.series, session.files
+    sinks = [sink for sink in session.hooks.sinks if sink.shows_progress]
 
     def show(line: str) -> None:
-        for hook in hooks:
-            hook.show(line)
+        for sink in sinks:
+            call_optional(sink, "show", line)
 
-    programs.show = show
-    session.runner.on_compile = programs.note_step
+    if files is not None:
+        files.programs.show = show
+        session.runner.on_compile = files.programs.note_step
     if step is not None and series is not None:
-        show(f"resuming from step {step} of {directory.path or series.directory}")
+        show(f"resuming from step {step} of {series.directory if files is None else files.path}")
 
 
-def _fold_to_the_end(session: Session, directory: RunFiles, more_steps: int | None) -> None:
+def _fold_to_the_end(session: Session, more_steps: int | None) -> None:
     """Fold to the end; go back where a hook asks for it."""
     session.fold()
-    while session.run.go_back_request is not None:
-        _go_back(session, directory, session.run.go_back_request, more_steps)
+    while (request := session.run.go_back_request) is not None:
+        from stepfold.loop.resume import go_back  # lazy: for checkpoints
+
+        go_back(session, request, more_steps)
         session.fold()
 
 
-def _go_back(
-    session: Session, directory: RunFiles, request: GoBack, more_steps: int | None
-) -> None:
-    """Restore an earlier checkpoint, and skip the batches that the request names."""
-    series, rollbacks, run = session.series, session.rollbacks, session.run
-    if series is None or rollbacks is None:
-        return
-    session.hooks.flush()  # rows of later steps may still wait in a thread
-    rollback = rollbacks.note(request, run.step, run.batches_used)
-    directory.end_attempt(run.step, Stop("go_back", str(rollback)))
-    del run  # so that the restored state can take the memory
-    rollbacks.delete_later()
-    session.continue_from_checkpoint(series, more_steps)
-    session.skip([rollback.skipped])
-    directory.continue_from(session)
-
-
 def _find_nonfinite(session: Session) -> Nonfinite | None:
-    if not session.run.marks:  # hooks were not opened, and may have the result of an earlier run
-        return None
-    results = [getattr(hook, "found", None) for hook in session.hooks.hooks if may_stop(hook)]
-    return next((result for result in results if isinstance(result, Nonfinite)), None)
+    """Return the first NaN or inf that a hook has found, if it may stop the run."""
+    for hook, state in zip(session.hooks.hooks, session.run.hook_states, strict=False):
+        if hook.declares(Nonfinite) and hook.declares(Stop):
+            found = getattr(hook.source, "found", None)
+            while found is None and isinstance(state, dict):
+                found, state = state.get("_found"), state.get("hook")  # that of a wrapped hook
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+    return None
 
 
 def _stop_reason(session: Session) -> Stop | None:
@@ -396,18 +375,20 @@ def _stop_reason(session: Session) -> Stop | None:
     return Stop("nonfinite", message if path is None else f"{message}; see {path}")
 
 
-def _take_capsule(session: Session, directory: RunFiles) -> None:
+def _take_capsule(session: Session) -> None:
     """Take the capsule of a step with a NaN or inf, if any, and write it to the run's directory."""
     if (nonfinite := _find_nonfinite(session)) is None:
         return
-    run, series = session.run, session.series
-    with directory.stopwatch.measure("capsule"):
+    from stepfold.loop.replay.capsule import save_capsule, take_capsule  # lazy: rarely needed
+
+    run, series, files = session.run, session.series, session.files
+    with session.hooks.stopwatch.measure("capsule"):
         if series is not None:
             series.wait()
         saves = None if series is None else series.directory
         rollbacks = session.rollbacks.done if session.rollbacks else ()
         capsule = take_capsule(nonfinite, run, session.feed, directory=saves, rollbacks=rollbacks)
-        session.capsule = save_capsule(capsule, directory.path) if directory.path else capsule
+        session.capsule = capsule if files is None else save_capsule(capsule, files.path)
 
 
 def _make_result(session: Session, stop: Stop, error: BaseException | None = None) -> FitResult:
@@ -419,7 +400,11 @@ def _make_result(session: Session, stop: Stop, error: BaseException | None = Non
         if error is None:
             raise
         error.add_note(f"the best step is not known: {type(failure).__name__}: {failure}")
-    return FitResult(run.state, run.step, run.history, stop, best, run.resumed, session.capsule)
+    states = zip(session.hooks.names, run.hook_states, strict=False)
+    hooks = {name: state for name, state in states if state is not None}
+    return FitResult(
+        run.state, run.step, run.history, stop, best, run.resumed, session.capsule, hooks
+    )
 
 
 @contextmanager
@@ -428,7 +413,7 @@ def _attach_result(session: Session) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not session.peers.leaves_at_once and is_available(session.run.state):
+        if not session.inbox.leaves_at_once and is_available(session.run.state):
             stop = Stop("error", f"{type(error).__name__}: {error}")
             error.result = _make_result(session, stop, error)  # type: ignore[attr-defined]
         raise

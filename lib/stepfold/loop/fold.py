@@ -1,26 +1,44 @@
 """The fold of a step over batches: `iterate` alone, and with what happens between two steps.
 
-A *part* is something that happens between two steps. After a call of the step, `fold` visits the
-parts that are due, in their order. Those of `fit` are in `stepfold.loop.parts` and `saves`: `Log`
-(hooks see the metrics of the steps up to a log point), `Evaluate`, `EndEpoch`, the parts of the
-user, `Save`. `stepfold.loop.plan` says when each is due, and `ending` what happens after the fold.
+A run is folded by *stretches* of steps, with *visits* between them:
 
-`Alone` is in this file because each step of a single process passes through it.
+    stretch   the bare loop, to the next step after which something is due, or a request comes
+    visit     what is due: log, evaluate, end the epoch, call parts of the user, save
+    end       the same once more, in the order of an end
+
+`stepfold.loop.plan` says when something is due, and `Inbox` what comes from outside. A second visit
+at a step does only what the first one has left out. A fold begins with one, which finishes what an
+exception has interrupted.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from contextlib import nullcontext, suppress
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
 
-from stepfold.core.processes import Position
+import jax
+
+from stepfold.core.processes import KeyValues, Position, agreement, broadcast_from_first
+from stepfold.data.epochs import size_at
 from stepfold.errors import DataError, refuse, warn
-from stepfold.loop.data import BatchFeed
-from stepfold.loop.hooks.base import Stop
-from stepfold.loop.run import Kind, Request, Run
+from stepfold.loop.data import BatchFeed, batch_sizes
+from stepfold.loop.evaluate import Evaluation
+from stepfold.loop.hooks.base import Hooks, States
+from stepfold.loop.hooks.events import Event, EventMetrics, HookRequest, Replace, Reweight, Stop
+from stepfold.loop.inbox import NO_VALUE, Inbox, WaitInterrupted
+from stepfold.loop.intervals import Steps
+from stepfold.loop.metrics import Interval
+from stepfold.loop.plan import Plan
+from stepfold.loop.run import Kind, Request, Run, make_hook_request
+from stepfold.loop.saves import Saves
+from stepfold.loop.step_runner import StepRunner
 
 _TOO_OFTEN = 1_000  # times that a part is done after one step
-NO_VALUE = object()  # in place of a value: none is left, or a signal interrupted the wait
+_FAILED = "hooks: failed"  # the message if a process raised while all agree on a replacement
+
+Runs = Generator[Run, None, Run]
+"""Yields each run, so that after an exception the last one is known, and returns the last."""
 
 
 def iterate(
@@ -52,7 +70,7 @@ def iterate(
 
 
 class Part(Protocol):
-    """Something that happens between two steps.
+    """Something of the user that happens between two steps.
 
     It gets a run and returns the next one. It changes nothing of the run that it gets, so an
     exception leaves that run as it was before the part. A part that has nothing more to do returns
@@ -90,72 +108,151 @@ class Part(Protocol):
         """Do it once, even if it is not due."""
 
 
-Runs = Generator[Run, None, Run]
-"""Yields each run, and returns the last."""
+class Late(Protocol):
+    """Evaluations that another process makes; `stepfold.loop.elsewhere` has them."""
+
+    def next(self, run: Run) -> float: ...
+    def is_due(self, run: Run) -> bool: ...
+    def take(self, run: Run, setup: "Setup") -> Run:
+        """Show hooks the next result; return the run itself if there is none."""
+
+    def awaits(self, run: Run) -> Sequence[str]:
+        """Return the evaluations that a checkpoint of the step awaits."""
+
+    def finish(self, run: Run, setup: "Setup") -> Run:
+        """At the end, show the next result, and wait for it; return the run if there is none."""
 
 
-def fold(
-    run: Run,
-    step: Callable[[Any, Sequence[Any]], tuple[Any, Any]],
-    feed: BatchFeed,
-    parts: Sequence[Part],
-    peers: "Alone",
-) -> Runs:
-    """Fold batches into a run until a request ends it.
+class Setup(NamedTuple):
+    """What folds a run, and does not change while it is folded."""
 
-    Yields the run after each step and part, so that after an exception the last one is known.
-    """
-    # First what is due at the start, or was interrupted.
-    run = peers.agree_after_visit((yield from visit(parts, run, peers)))
+    plan: Plan
+    runner: StepRunner
+    feed: BatchFeed
+    hooks: Hooks
+    inbox: Inbox
+    saves: Saves
+    evaluations: Sequence[Evaluation] = ()  # those that this process makes
+    late: Late | None = None
+    parts: Sequence[Part] = ()
+
+
+def fold(run: Run, setup: Setup) -> Runs:
+    """Fold batches into a run until a request ends it, and end it."""
+    inbox, feed = setup.inbox, setup.feed
+    run = yield from _start(run, setup)
+    run = yield from visit(run, setup)
+    run = inbox.hear_after_visit(run)
     while run.end is None:
-        following = next_due(parts, run)
-        while run.step < following and not (run.requests and run.requests.due(run.step)):
-            run, batches = peers.pull(feed, run, following)
-            if batches:
-                state, metrics = step(run.state, batches)  # dispatched, not awaited
-                yield (run := run.after(state, metrics, batches))
-                peers.move(Position.DEVICES, run.step)
-                run = peers.agree(run) if run.step < following else run
-            elif run.end is None:  # no request, such as a signal, has interrupted the wait
-                run = exhaust(feed, run)
-        # A request that ends the run between two visits leaves the rest to `Ending`.
-        if run.step >= following or run.end is None:
-            yield run  # with the requests on which all agree
-            run = peers.agree_after_visit((yield from visit(parts, run, peers)))
+        due_step = next_due(run, setup)
+        while run.step < due_step and not (run.requests and run.requests.due(run.step)):
+            held, run = [run.batch, run.state], run._replace(state=None, batch=None)
+            yield run  # so that nothing else holds what the steps can free
+            run, error = stretch(run, held, setup, min(due_step, inbox.next_vote(run.step)))
+            yield run
+            if error is StopIteration:
+                run = inbox.hear(run)
+                run = exhaust(feed, run) if run.end is None else run
+            elif error is not None:
+                raise error
+            elif run.step < due_step:
+                run = inbox.hear(run)
+        # A request that ends the run between two visits leaves the rest to the end.
+        if run.step >= due_step or run.end is None:
+            run = yield from visit(run, setup)
+            run = inbox.hear_after_visit(run)
     yield run
-    return run
+    return (yield from end(run, setup))
 
 
-def next_due(parts: Sequence[Part], run: Run) -> float:
-    """Return the next step after which a part may be due or the run ends."""
-    following = math.inf if run.total is None else run.total
-    for part in parts:
-        if (step := part.next(run)) <= run.step:
-            expected = f"next(run) to be a step after {run.step}"
-            refuse(f"the part {part.name!r}", expected, repr(step), "return math.inf for none")
-        if step < following:
-            following = step
-    return following
+def next_due(run: Run, setup: Setup) -> float:
+    """Return the next step after which something may be due or the run ends."""
+    plan, step = setup.plan, run.step
+    due = [
+        math.inf if run.total is None else run.total,
+        plan.next_log_point(step),
+        *(each.step + plan.delay for each in run.closed if each.step + plan.delay > step),
+        *(plan.next_due(evaluation, step) for evaluation in setup.evaluations),
+        setup.saves.next(run),
+        plan.next_size(step),
+    ]
+    if setup.late is not None:
+        due.append(setup.late.next(run))
+    for part in setup.parts:
+        if (following := part.next(run)) <= step:
+            expected = f"next(run) to be a step after {step}"
+            refuse(f"the part {part.name!r}", expected, repr(following), "return math.inf for none")
+        due.append(following)
+    return min(due)
 
 
-def visit(parts: Sequence[Part], run: Run, peers: "Alone") -> Runs:
-    """Do the parts that are due: log, evaluate, end the epoch, save."""
-    for part in parts:
-        times = 0
-        while part.is_due(run) and (changed := peers.do(part, run)) is not run:
-            yield (run := changed)
-            if (times := times + 1) == _TOO_OFTEN:
-                expected = f"is_due(run) to become False once it is done after step {run.step}"
-                advice = "note in the run or in the part that it is done"
-                refuse(f"the part {part.name!r}", expected, f"True {times} times", advice)
-    return run
+def stretch(run: Run, held: list[Any], setup: Setup, until: float) -> tuple[Run, Any]:
+    """Run steps up to a step, or until a request comes: the bare loop.
+
+    `held` has the last batch and the state, and is emptied, so that they are freed after the first
+    step. Returns the run after the last step that was done, and what was raised: None, an
+    exception, or `StopIteration` if there was no batch.
+    """
+    feed, inbox = setup.feed, setup.inbox
+    call, max_steps = _call_of(run, setup), feed.steps_per_call
+    agreed, may_interrupt = inbox.agreed, feed.can_go_back  # requests, as they come
+    pull = feed.next_batch if max_steps == 1 and inbox.is_alone else None
+    error: Any = None
+    batch, state = held
+    held.clear()
+    step, returned = run.step, run.current.returned
+    try:
+        while step < until and not agreed:
+            if pull is not None:  # as `Inbox.pull` does it, which costs more calls
+                inbox.is_waiting = may_interrupt
+                if inbox.signal is not None:
+                    break
+                try:
+                    batch = pull(step, state)
+                except StopIteration:
+                    error = StopIteration
+                    break
+                inbox.is_waiting = False
+                state, metrics = call(state, batch)  # dispatched, not awaited
+                step += 1
+            else:
+                batches = inbox.pull(feed, run, step, state, int(min(max_steps, until - step)))
+                if not batches:
+                    error = StopIteration
+                    break
+                state, metrics = call(state, batches)
+                batch, step = batches[-1], step + len(batches)
+                inbox.move(Position.DEVICES, step)
+            returned = metrics, returned
+    except WaitInterrupted:
+        pass  # the signal is in the inbox
+    except BaseException as raised:  # noqa: BLE001  raised by `fold`, once it has the run
+        error = raised
+    finally:
+        inbox.is_waiting = False
+    done = step - run.step
+    run = run._replace(
+        state=state,
+        step=step,
+        batches_used=run.batches_used + done,
+        current=Steps(returned, run.current.before),
+        batch=batch,
+        is_complete=run.is_complete and not done,
+    )
+    return run, error
 
 
-def complete(part: Part, run: Run, peers: "Alone") -> Runs:
-    """Do all that a part of `fit` has to do, even if it is not due; it then returns the run."""
-    while (changed := peers.do(part, run)) is not run:
-        yield (run := changed)
-    return run
+def _call_of(run: Run, setup: Setup) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Return what runs the step: on a batch, or on the batches of a call."""
+    runner, feed = setup.runner, setup.feed
+    if setup.plan.size_changes:
+        sizes = batch_sizes(feed.batches)
+        size = size_at(sizes, run.batches_used)
+        if size != runner.batch_size:
+            end = math.inf if run.total is None else run.total - run.step + run.batches_used
+            later = [size for start, size in sizes if run.batches_used < start < end]
+            runner.set_batch_size(size, later)
+    return runner.one() if feed.steps_per_call == 1 and setup.inbox.is_alone else runner
 
 
 def exhaust(feed: BatchFeed, run: Run) -> Run:
@@ -165,149 +262,359 @@ def exhaust(feed: BatchFeed, run: Run) -> Run:
     if run.total is not None and not feed.is_iterator:
         warn(
             f"batches: expected enough for {run.total} steps, got {run.batches_used};"
-            " give epochs=… to iterate them several times, or steps=None to use them once",
+            " give epochs=… to iterate them several times, or steps=None to use them once"
         )
     stop = Stop("exhausted", f"the batches ended at step {run.step}")
     return run.ask(Request(Kind.END, run.step, stop))._replace(is_complete=True)
 
 
-class WaitInterrupted(BaseException):
-    """Raised by a signal handler where the fold waits for data or an evaluation."""
+# Between two stretches
 
 
-class Alone:
-    """The processes of a run, if it is a single one: it agrees to each request at once.
+def _start(run: Run, setup: Setup) -> Runs:
+    """Show hooks that the run begins; one that has stopped it before does so again.
 
-    `Several` in `stepfold.loop.peers` does the same for several processes.
-
-    Requests that come from outside the fold, as from signals, wait in an inbox. Four methods bring
-    processes together. Each is called where it is, because they differ in what they wait for:
-
-    - `agree`, after each step, and `agree_after_visit`, after a visit of the parts, wait for
-      nothing: several processes dispatch a vote, and read the previous one.
-    - `hear`, after hooks saw an event, adds the requests that came meanwhile, so that a save comes
-      after them. Several processes do not wait here, since another may still call its hooks; they
-      vote after the visit.
-    - `settle`, after the last step, waits for a vote of all, so that all stop at the same step, for
-      requests of the same kinds.
-    - `conclude`, once hooks saw the last metrics, exchanges the requests with their reasons, which
-      votes do not hold. From then on the run is the same in all processes.
-
-    An error of user code ends a single process at once. With several, the others may be in a step
-    or a vote already, which needs all of them. So the process whose hook raised does all that the
-    others do, except to call hooks, until a vote shows it to them. Nothing else may depend on it.
-
-    Attributes:
-      position: how far this process is, if there are others.
-      error: of a hook, if it is raised only once all processes have stopped and saved.
-      signal: the number of the first signal to stop, once it has come.
-      leaves_at_once: whether a second one has come.
-      leave_together: whether all processes end the run with an error.
-      is_waiting: for data or an evaluation, which a signal may interrupt.
+    All processes know it at once, by the word of process 0, so that none does a step until a vote.
     """
+    event = Event(run.step, run.total, {}, run.state, kind="start")
+    with agreement("hooks: not opened"):
+        states, _, requests = setup.hooks.update(run.hook_states, event)
+    run = run._replace(hook_states=states)
+    stops = [[*each] for each in requests if isinstance(each, Stop)]
+    if not setup.inbox.is_alone:
+        stops = broadcast_from_first(stops)
+    if stops and not run.requests.has(Kind.STOP):
+        run = run.ask(Request(Kind.STOP, run.step, Stop(*stops[0]), by_hook=True))
+    yield run
+    return run
 
-    is_alone = True
-    position: Position | None = None
 
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.signal: int | None = None
-        self.leaves_at_once = self.leave_together = self.is_waiting = False
-        self._inbox = deque[Request]()
+def visit(run: Run, setup: Setup) -> Runs:
+    """Do what is due after a step."""
+    run = yield from log(run, setup)
+    for evaluation in setup.evaluations:
+        if setup.plan.evaluates(evaluation, run.step, run.began):
+            run = yield from evaluate(run, setup, evaluation)
+    late = setup.late
+    while late is not None and late.is_due(run) and (shown := late.take(run, setup)) is not run:
+        yield (run := shown)
+    if run.step != run.total and (run.end is None or run.is_at_start):
+        run = yield from end_epoch(run, setup)
+    for part in setup.parts:
+        run = yield from _call_part(part, run, setup.inbox)
+    return (yield from save(run, setup))
 
-    def notify(self, request: Request) -> None:
-        """Make a request from outside the fold; safe in any thread and in signal handlers."""
-        self._inbox.append(request)
 
-    # In the fold
-
-    def join(self, feed: BatchFeed, run: Run) -> None:
-        """Join the others at the start of a fold, and check that all have equally many batches."""
-
-    def pull(self, feed: BatchFeed, run: Run, until: float) -> tuple[Run, list[Any]]:
-        """Pull the batches of a call, which goes past no step after `until`; or none."""
-        batches: list[Any] = []
-        count = int(min(feed.steps_per_call, until - run.step))
-        for step in range(run.step, run.step + count):
-            may_interrupt = feed.can_go_back
-            batch = self.wait_for(feed.next_batch, step, run.state, may_interrupt=may_interrupt)
-            if batch is NO_VALUE:
-                break
-            batches.append(batch)
-        return run if batches else self.agree(run), batches
-
-    def do(self, part: Part, run: Run) -> Run:
-        """Do a part once."""
-        return part(run)
-
-    def agree_after_visit(self, run: Run) -> Run:
-        """Do the same as `agree`; several processes vote sooner, since hooks may have requests."""
-        return self.agree(run)
-
-    def agree(self, run: Run) -> Run:
-        """Add the requests on which all processes agree, without waiting for them."""
-        if not self._inbox:
-            return run
-        requests = []
-        while self._inbox:
-            requests.append(self._inbox.popleft())
-        return run.ask(*requests)
-
-    def wait_for(self, function: Callable[..., Any], *args: Any, may_interrupt: bool = True) -> Any:
-        """Call a function that may block; return `NO_VALUE` on StopIteration or a signal."""
-        try:
-            self.is_waiting = may_interrupt
-            if self.signal is not None:  # tested after that, or a signal in between is missed
-                return NO_VALUE
-            value = function(*args)
-            # Not only in `finally`, where a signal would raise outside of this `try`.
-            self.is_waiting = False
-        except (StopIteration, WaitInterrupted):
-            return NO_VALUE
-        finally:
-            self.is_waiting = False
-        return value
-
-    # In parts
-
-    def ask(self, run: Run, *requests: Request) -> Run:
-        """Make requests of hooks, which count once all processes agree."""
-        return run.ask(*requests)
-
-    def call_hooks(self, run: Run, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ARG002
-        """Call hooks by a function; return `NO_VALUE` if they see no more events after an error.
-
-        `run` is the one before the event, which a resume then continues from.
-        """
-        return function(*args)
-
-    def as_seen(self, run: Run) -> Run:
-        """Return the run as a checkpoint keeps it, with the events that hooks have yet to see."""
+def log(run: Run, setup: Setup) -> Runs:
+    """Close the interval of metrics at a log point, and show hooks those that are to be read."""
+    plan = setup.plan
+    if run.current and plan.is_log_point(run.step) and not run.is_at_start:
+        waited, mark = setup.feed.wait_seconds, setup.feed.mark(run.step, run.batches_used)
+        yield (run := run.close_interval(waited, mark))
+    if not run.closed:
         return run
+    # A save that a signal requests depends on what hooks say.
+    until = run.step if run.requests.has(Kind.SAVE) else plan.read_until(run.step)
+    return (yield from read(run, setup, until))
 
-    def hear(self, run: Run) -> Run:
-        """Add the requests that came during an event."""
-        return self.agree(run)
 
-    def withdraw(self, run: Run, *kinds: Kind, instead: Sequence[Request] = ()) -> Run:
-        """Return the run with `instead` in place of requests that are done, and end their votes."""
-        return run.without(*kinds).ask(*instead)
+def read(run: Run, setup: Setup, until: int) -> Runs:
+    """Show hooks the log points up to a step."""
+    setup.inbox.move("hooks", run.step)
+    while run.closed and run.closed[0].step <= until:
+        shown = run._replace(closed=run.closed[1:])
+        yield (run := _show(run, shown, setup, run.closed[0].read, "train", run.closed[0].waited))
+    return run
 
-    def forget(self) -> None:
-        """Forget what hooks requested, since a checkpoint shows them later events again."""
 
-    def move(self, doing: str, step: int) -> None:
-        """Count how far this process is, to find out which one is stuck."""
+def evaluate(run: Run, setup: Setup, evaluation: Evaluation) -> Runs:
+    """Evaluate the state, unless that is done, and show hooks the metrics."""
+    inbox, name = setup.inbox, f"evaluation {evaluation.name}"
+    if run.evaluated.get(evaluation.name) == run.step:
+        return run
+    inbox.move(name, run.step)
+    with setup.hooks.stopwatch.measure(name):
+        metrics = inbox.wait_for(evaluation, run.state, inbox.position)
+    inbox.move("hooks", run.step)
+    if metrics is NO_VALUE:  # a signal came
+        run = inbox.hear_during_event(run)
+    else:
+        run = show_evaluation(run, setup, evaluation.name, metrics)
+    yield run
+    return run
 
-    # At the end
 
-    def settle(self, run: Run) -> Run:
-        """Agree after the last step, on the kinds of requests."""
-        return self.agree(run)
+def show_evaluation(
+    run: Run, setup: Setup, name: str, metrics: Any, step: int | None = None
+) -> Run:
+    """Show hooks the metrics of an evaluation, of this step or an earlier one."""
+    step = run.step if step is None else step
+    interval = Interval(step, metrics, {}, {}, perf_counter())
+    shown = run._replace(evaluated={**run.evaluated, name: step})
+    return _show(run, shown, setup, lambda: interval, name, None)
 
-    def conclude(self, run: Run) -> Run:
-        """Collect the requests of all processes, with their reasons."""
-        return self.agree(run)
 
-    def raise_error(self, run: Run) -> None:
-        """Raise the error of a hook in any process, which has ended the run."""
+def end_epoch(run: Run, setup: Setup) -> Runs:
+    """Show hooks the end of an epoch, after all other events of its last step."""
+    is_new = setup.plan.logs_epochs and run.step > run.epoch_ended_at
+    done = setup.plan.epochs_done(run.step) if is_new else None
+    if done is not None:
+        event = Event(run.step, run.total, {}, run.state, kind="epoch", epoch=done - 1)
+        yield (
+            run := _show_without_metrics(run, run._replace(epoch_ended_at=run.step), setup, event)
+        )
+    return run
+
+
+def _show_without_metrics(run: Run, shown: Run, setup: Setup, event: Event) -> Run:
+    """Show hooks an event without metrics, and act on what they request."""
+    called = setup.inbox.call_hooks(run, setup.hooks.update, shown.hook_states, event)
+    if called is NO_VALUE:
+        return shown
+    states, _, requests = called
+    return _act(shown._replace(hook_states=states), setup, requests, run.step, run.step)
+
+
+def save(run: Run, setup: Setup) -> Runs:
+    """Save where it is due, once hooks know all metrics."""
+    saves, step = setup.saves, run.step
+    request = run.requests.get(Kind.SAVE)
+    is_asked = request is not None and request.step <= step and run.end is None
+    due = saves.find_due(run)
+    if due is None and not is_asked:
+        return run
+    setup.inbox.move("a save", step)
+    if run.is_at_start:
+        run = saves.save(run, due)
+        if is_asked:  # once there is something new
+            run = run.without(Kind.SAVE).ask(Request(Kind.SAVE, step + 1))
+        yield run
+        return run
+    if due is not None and run.current and saves.is_wrong(run, due):
+        run = run.close_interval(setup.feed.wait_seconds)  # a hook may find out more
+    run = yield from read(run, setup, step)
+    if run.end is not None:
+        return run
+    if due is None:
+        saves.warn_of_none()
+    run = saves.save(run, due)
+    if not is_asked:
+        saves.warn_of_time(run)
+    yield (run := run.without(Kind.SAVE) if is_asked else run)
+    return run
+
+
+def _call_part(part: Part, run: Run, inbox: Inbox) -> Runs:
+    """Do a part of the user while it is due."""
+    times = 0
+    while part.is_due(run):
+        inbox.move(part.name, run.step)
+        if (changed := part(run)) is run:
+            break
+        yield (run := changed)
+        if (times := times + 1) == _TOO_OFTEN:
+            expected = f"is_due(run) to become False once it is done after step {run.step}"
+            advice = "note in the run or in the part that it is done"
+            refuse(f"the part {part.name!r}", expected, f"True {times} times", advice)
+    return run
+
+
+# Events
+
+
+def _show(
+    run: Run,
+    shown: Run,
+    setup: Setup,
+    read: Callable[[], Interval],
+    kind: str,
+    waited: float | None,
+) -> Run:
+    """Show hooks an event; `shown` is the run once they have seen it."""
+    inbox, feed, hooks = setup.inbox, setup.feed, setup.hooks
+    if inbox.error is not None and hooks.replaces:
+        with suppress(Exception), agreement(_FAILED):  # the others ask for it there
+            raise inbox.error
+    called = inbox.call_hooks(run, _call, shown, setup, read, kind, waited)
+    if called is NO_VALUE:
+        return shown
+    states, event, requests = called
+    run = shown.log(event.step, event.metrics, states)
+    if requests:
+        at = setup.plan.read_step(event.step) if kind == "train" else run.step
+        run = _act(run, setup, requests, event.step, at)
+    run = inbox.hear_during_event(run)
+    if kind == "train" and feed.recent and not run.requests:
+        feed.recent.drop_until(event.step)  # no hook asks for them
+    return run
+
+
+def _call(
+    run: Run, setup: Setup, read: Callable[[], Interval], kind: str, waited: float | None
+) -> tuple[States, Event, list[HookRequest]]:
+    """Call the hooks; with several processes, either all or none replace the state."""
+    hooks, interval = setup.hooks, read()
+    leaves, structure = jax.tree.flatten(run.state)
+    event = Event(
+        interval.step,
+        run.total,
+        EventMetrics(interval.metrics),
+        per_step=interval.per_step,
+        weights=interval.weights,
+        time=interval.time,
+        state=jax.tree.unflatten(structure, leaves),  # hooks may change its containers
+        batch=run.batch,
+        data_wait_seconds=setup.feed.wait_seconds if waited is None else waited,
+        kind=kind,
+        hook_seconds=hooks.seconds,
+        is_late=kind != "train" and interval.step < run.step,
+    )
+    if setup.inbox.is_alone:
+        return hooks.update(run.hook_states, event)
+    with agreement(_FAILED) if hooks.replaces else nullcontext():
+        states, event, requests = hooks.update(run.hook_states, event)
+    reasons = [
+        request.why if isinstance(request, Replace) else f"{request.why}: {request.weights}"
+        for request in requests
+        if isinstance(request, Replace | Reweight)
+    ]
+    if reasons and not hooks.replaces:
+        expected = "Hook(returns=[Replace, Reweight]), for a hook that returns one of them"
+        advice = "set replaces_state = True on a function or an object, and return the same"
+        refuse("hooks", expected, "none", f"{advice} in all processes")
+    if hooks.replaces:
+        gathered = KeyValues("fit").gather(reasons, "an event")
+        if any(others != reasons for others in gathered):
+            refuse("hooks", "the same replacements in every process", str(gathered))
+    return states, event, requests
+
+
+def _act(run: Run, setup: Setup, requests: Sequence[HookRequest], step: int, at: int) -> Run:
+    """Act on what hooks requested at an event of `step`; reasons to stop count from `at` on."""
+    for request in requests:
+        if isinstance(request, Replace | Reweight):
+            run = _replace(run, setup, request, at)
+        else:
+            run = setup.inbox.ask(run, make_hook_request(request, step, at))
+    return run
+
+
+def _replace(run: Run, setup: Setup, request: Replace | Reweight, at: int) -> Run:
+    """Continue with another state, unless that of this step was saved before.
+
+    A `Reweight` has an effect on the batches of the steps after `at`.
+    """
+    if setup.saves.has_saved(run):
+        if run.end is None:
+            warn(
+                f"step {run.step}: expected to replace the state before it is saved, got a "
+                f"request after that, which has no effect: {request.why}"
+            )
+        return run
+    if isinstance(request, Reweight):
+        setup.feed.reweight(request.weights, run.batches_used + max(at, run.step) - run.step)
+        return run.note(request.why, "weights")
+    return run._replace(state=request.state).note(request.why)
+
+
+# The end
+
+
+def end(run: Run, setup: Setup) -> Runs:
+    """End a run: show hooks the rest of the metrics, and let it go back, finish or leave."""
+    inbox = setup.inbox
+    run = inbox.settle(run)
+    run = run._replace(is_complete=run.is_complete or run.step == run.total)
+    if run.is_complete and not run.is_interrupted:
+        run = run.close_interval(setup.feed.wait_seconds)
+    run = yield from read(run, setup, run.step)
+    run = _resolve_go_back(inbox.conclude(run), setup)
+    if run.go_back_request is None:
+        is_done = run.is_complete and not run.requests.has(Kind.ERROR)
+        run = yield from _end_complete(run, setup) if is_done else _end_early(run, setup)
+    yield run
+    return run
+
+
+def _end_complete(run: Run, setup: Setup) -> Runs:
+    """Evaluate and save after the last batch, unless a signal comes."""
+    inbox, saves = setup.inbox, setup.saves
+    if not run.is_interrupted:
+        run = yield from _last_events(run, setup)
+        if setup.late is not None and not run.requests.has(Kind.GO_BACK):
+            yield (run := saves.save(run, saves.find_last(run)))
+            run = yield from _wait_for_late(run, setup)
+        run = _resolve_go_back(inbox.conclude(run), setup)
+        if run.go_back_request is not None:
+            return run
+    # A reason to stop a complete run counts only if the run was to do more steps.
+    if not run.is_interrupted and run.end is not None and run.end.kind is not Kind.STOP:
+        run = inbox.withdraw(run, Kind.STOP)
+    run = run._replace(is_complete=not run.is_interrupted)
+    yield run
+    return saves.save(run, saves.find_last(run))
+
+
+def _end_early(run: Run, setup: Setup) -> Runs:
+    """Save, so that a resume continues the open interval; then evaluate, unless interrupted."""
+    inbox, saves = setup.inbox, setup.saves
+    run = run._replace(is_complete=False)
+    yield (run := inbox.hear_during_event(saves.save(run, saves.find_last(run))))
+    if run.requests.has(Kind.GO_BACK):
+        run = run._replace(unsaved="the run was to go back")
+    if run.is_interrupted:
+        return run
+    extra = saves.describe_end(run)
+    ended = yield from _last_events(run, setup)
+    ended = inbox.conclude((yield from _wait_for_late(ended, setup)))
+    if not ended.is_interrupted:
+        saves.add_end(run, ended, extra)
+    return ended._replace(state=run.state, notes=run.notes)  # as saved
+
+
+def _last_events(run: Run, setup: Setup) -> Runs:
+    """Show hooks the open interval, evaluate a last time, and end the epoch."""
+    yield (run := run.close_interval(setup.feed.wait_seconds))
+    run = yield from read(run, setup, run.step)
+    yield (run := _end_sinks(run, setup))
+    for evaluation in setup.evaluations:
+        run = yield from evaluate(run, setup, evaluation)
+    late = setup.late
+    while late is not None and (shown := late.take(run, setup)) is not run:
+        yield (run := shown)
+    run = yield from end_epoch(run, setup)
+    return setup.inbox.hear_during_event(run)
+
+
+def _end_sinks(run: Run, setup: Setup) -> Run:
+    call = lambda: run._replace(hook_states=setup.hooks.end(run.hook_states))
+    called = setup.inbox.call_hooks(run, call)
+    return run if called is NO_VALUE else called
+
+
+def _wait_for_late(run: Run, setup: Setup) -> Runs:
+    """Wait for what another process evaluates of the steps that are saved."""
+    late = setup.late
+    if late is None or run.is_interrupted:
+        return run
+    setup.saves.wait()
+    while (changed := late.finish(run, setup)) is not run:
+        yield (run := changed)
+    return run
+
+
+def _resolve_go_back(run: Run, setup: Setup) -> Run:
+    """Find the checkpoint for a request to go back, unless a higher request is due."""
+    request, inbox = run.requests.get(Kind.GO_BACK), setup.inbox
+    if request is None or run.is_interrupted:
+        return run
+    others = run.requests.without(Kind.GO_BACK, Kind.END).due(run.step)
+    if others is not None and others.kind > Kind.GO_BACK:
+        return inbox.withdraw(run, Kind.GO_BACK)
+    target = setup.saves.find_target(request.reason)
+    if isinstance(target, Stop):
+        kind = Kind.END if run.is_complete else Kind.STOP
+        stop = target._replace(message=f"{target.message}; stopped at step {run.step}")
+        request = Request(kind, run.step, stop if run.is_complete else target)
+        return inbox.withdraw(run, Kind.GO_BACK, Kind.END, instead=[request])
+    return run._replace(go_back_request=request.reason._replace(to=target))

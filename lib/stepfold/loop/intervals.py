@@ -32,12 +32,14 @@ class Steps(NamedTuple):
         one takes the same time in a long interval as in a short one.
       before: the metrics of the steps before a resume, if it has some.
       step, time: the log point that ends the interval, and when that was.
+      waited: the seconds spent waiting for batches by then; None if unknown.
     """
 
     returned: tuple[Any, ...] = ()
     before: Saved | None = None
     step: int = 0
     time: float = 0.0
+    waited: float | None = None
 
     def __repr__(self) -> str:  # that of a tuple would recurse into each call
         return f"Steps({len(self.calls)} calls, step={self.step})"
@@ -48,11 +50,15 @@ class Steps(NamedTuple):
     @property
     def calls(self) -> list[Any]:
         """What the calls returned, the first first."""
-        calls, rest = [], self.returned
+        count, rest = 0, self.returned
         while rest:
-            last, rest = rest
-            calls.append(last)
-        return calls[::-1]
+            count, rest = count + 1, rest[1]
+        calls: list[Any] = [None] * count
+        rest = self.returned
+        while rest:
+            count -= 1
+            calls[count], rest = rest
+        return calls
 
     def read(self) -> Interval:
         """Wait for the device, and merge the metrics exactly."""

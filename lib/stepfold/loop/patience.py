@@ -34,8 +34,9 @@ import jax
 
 from stepfold.core.processes import KeyValues, Position, spell_error
 from stepfold.errors import PeerTimeoutError
-from stepfold.loop.hooks.stop import watchdog
-from stepfold.loop.peers import Several
+from stepfold.loop.hooks.base import Sink
+from stepfold.loop.hooks.stop import Watchdog
+from stepfold.loop.inbox import Inbox
 
 _IN_STEPS = (Position.BATCH, Position.OTHERS, Position.DEVICES)
 _HEARTBEAT = 100  # seconds, jax's default
@@ -72,23 +73,23 @@ def find_stuck(seen: Mapping[int, Seen]) -> list[int]:
 
 @contextmanager
 def end_with_others(
-    peers: Several, hooks: Sequence[Any], moved: Mapping[str, Any]
+    inbox: Inbox, sinks: Sequence[Sink], moved: Mapping[str, Any]
 ) -> Iterator[None]:
     """Watch the processes of a run, and end this one if another has failed, or one is stuck.
 
     `moved` may have the patience, as an argument of `fit` in version 0.2.
     """
     values = KeyValues("stuck")
-    if not values:
+    if inbox.position is None or not values:
         yield
         return
     patience = moved.get("patience", values.patience)
-    has_timer = any(isinstance(hook, watchdog) for hook in hooks)
-    watch = _Watch(peers.position, patience, owns_timer=not has_timer)
+    has_timer = any(isinstance(sink, Watchdog) for sink in sinks)
+    watch = _Watch(inbox.position, patience, owns_timer=not has_timer)
     try:
         yield
     except BaseException as error:
-        watch.leave(error, is_known=peers.leave_together)
+        watch.leave(error, is_known=inbox.leave_together)
         raise
     finally:
         watch.close()

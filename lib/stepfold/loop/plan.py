@@ -61,6 +61,15 @@ class Plan:
         epochs = self.epochs_done(step) if item.every_epochs else None
         return epochs is not None and epochs % item.every_epochs == 0
 
+    def evaluates(self, evaluation: Any, step: int, began: int) -> bool:
+        """Whether an evaluation is scheduled at a step; at the end, all of them run anyway.
+
+        `began` is the step at which the run began.
+        """
+        if step == self.total:
+            return False
+        return evaluation.at_start if step == began else self.is_due(evaluation, step)
+
     def epochs_done(self, step: int) -> int | None:
         """Return the number of epochs done if one ends with a step, else None."""
         used = step - self.first_step

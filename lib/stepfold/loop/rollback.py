@@ -17,7 +17,7 @@ from stepfold.checkpoint.series import Series
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.errors import refuse, warn
 from stepfold.loop.data import BatchFeed
-from stepfold.loop.hooks.base import GoBack, Stop
+from stepfold.loop.hooks.events import GoBack, Stop
 from stepfold.loop.json_files import check_plain, has_form, is_count, is_range, parse_json
 
 _NOTE = "rollbacks.json"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from stepfold import tree
 from stepfold.errors import refuse
 from stepfold.loop.data import DataPosition
-from stepfold.loop.hooks.base import GoBack, Stop
+from stepfold.loop.hooks.events import GoBack, Stop
 from stepfold.loop.intervals import Steps, intervals_from_json, intervals_to_json
 from stepfold.loop.metrics import History
 
@@ -151,7 +151,7 @@ class Run(NamedTuple):
         end: the curves of an earlier run are the beginning of those of a later one. To continue
         from an earlier run, `from_checkpoint` makes another history, without what came after it.
       closed: the intervals of earlier log points that hooks have not seen yet.
-      hook_states: the states of the hooks by key, as of the last event that all of them have seen.
+      hook_states: the states of the hooks and sinks, in their order.
       requests: what is to be done between two steps.
       notes: on replacements of the state: lists (step, why); with "weights" at the end, of those of
         a mixture.
@@ -162,7 +162,7 @@ class Run(NamedTuple):
       go_back_request: the request to go back that ended it, with the step of the checkpoint.
     """
 
-    # What each step changes, first and in the order that `after` gives:
+    # What each step changes:
     state: Any
     step: int
     batches_used: int
@@ -179,7 +179,7 @@ class Run(NamedTuple):
     hyperparams: Mapping[str, Any]
     history: History
     closed: tuple[Steps, ...] = ()
-    hook_states: Sequence[Any] = ()
+    hook_states: tuple[Any, ...] = ()
     requests: Requests = Requests()
     notes: tuple[Any, ...] = ()
     marks: tuple[DataPosition, ...] = ()
@@ -220,40 +220,37 @@ class Run(NamedTuple):
 
     # Steps
 
-    def after(self, state: Any, returned: Any, batches: Sequence[Any]) -> "Run":
-        """Return the run after a call of the step on some batches."""
-        # Not `_replace` or `_make`, which take longer, since this is for each step.
-        current = Steps((returned, self.current.returned), self.current.before)
-        count = len(batches)
-        begin = state, self.step + count, self.batches_used + count, current, batches[-1], False
-        return tuple.__new__(Run, (*begin, *self[_KEPT_BY_STEPS]))  # type: ignore[misc]
-
     @property
     def is_at_start(self) -> bool:
         """Whether no step was done since the run began or resumed."""
         return self.step in (self.began, self.resumed)
 
-    def close_interval(self) -> "Run":
-        """Close the interval of train metrics; nothing if it is empty."""
+    def close_interval(self, waited: float, mark: DataPosition | None = None) -> "Run":
+        """Close the interval of train metrics; nothing if it is empty.
+
+        `waited` are the seconds spent waiting for batches so far. At a log point, `mark` is the
+        position of the data. Those of the start and of three log points are kept: one of them
+        precedes each step that is not logged yet.
+        """
         if not self.current:
             return self
-        closed = self.current._replace(step=self.step, time=perf_counter())
-        return self._replace(current=Steps(), closed=(*self.closed, closed))
+        now = perf_counter()
+        closed = Steps(self.current.returned, self.current.before, self.step, now, waited)
+        marks = self.marks if mark is None else (*self.marks[:1], *self.marks[1:][-2:], mark)
+        return self._replace(current=Steps(), closed=(*self.closed, closed), marks=marks)
 
-    def mark(self, position: DataPosition) -> "Run":
-        """Keep the position of the data at a log point.
-
-        The start and three log points: one of them precedes each step that is not logged yet.
-        """
-        return self._replace(marks=(*self.marks[:1], *self.marks[1:][-2:], position))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> "Run":
+    def log(self, step: int, metrics: Mapping[str, float], hook_states: tuple[Any, ...]) -> "Run":
         """Add the metrics of an event; the last one stays if they are those of an earlier step."""
         self.history.add(step, metrics)
         if step < self.logged_step:
-            return self._replace(has_news=True)
+            return self._replace(hook_states=hook_states, has_news=True)
         before = self.logged_metrics if step == self.logged_step else {}
-        return self._replace(logged_step=step, logged_metrics={**before, **metrics}, has_news=True)
+        return self._replace(
+            logged_step=step,
+            logged_metrics={**before, **metrics},
+            hook_states=hook_states,
+            has_news=True,
+        )
 
     def note(self, *note: Any) -> "Run":
         """Note that the state, or the weights of a mixture, were replaced."""
@@ -300,9 +297,12 @@ class Run(NamedTuple):
 
     # Checkpoints
 
-    def to_checkpoint(self, *, has_history: bool = True, logs_epochs: bool = True) -> Any:
+    def to_checkpoint(
+        self, hooks: Sequence[Any], *, has_history: bool = True, logs_epochs: bool = True
+    ) -> Any:
         """Return what a checkpoint keeps next to the state and the position of the data.
 
+        `hooks` are the names and states of hooks.
         Its size does not grow with the run. Without `has_history`, the history is in a file. If
         hooks are not called at the ends of epochs, one that a resume adds does not see that of this
         step.
@@ -315,7 +315,7 @@ class Run(NamedTuple):
             "batches_used": self.batches_used,
             "history": self.history.get_state() if has_history else {},
             "buffer": intervals_to_json(self.current, self.closed),
-            "hooks": self.hook_states,
+            "hooks": hooks,
             "stop": self.requests.to_checkpoint(),
             "replacements": [*self.notes],
         }
@@ -324,9 +324,9 @@ class Run(NamedTuple):
         """Return this run as of a checkpoint: `saved` is what `to_checkpoint` returned there.
 
         It may hold anything, and is empty if the checkpoint is of a state alone. The result keeps
-        the target of this run, and the requests that did not come from hooks. The total and the
-        number of batches are read by `Session.continue_from`, since they depend on the arguments
-        of `fit` and on the batches.
+        the target of this run, and the requests that did not come from hooks. The total, the number
+        of batches and the states of hooks are left to `continue_from`, since they depend on the
+        arguments of `fit`.
         """
         run = Run.start(state, step, step, self.total, {})._replace(
             is_complete=False,
@@ -350,13 +350,8 @@ class Run(NamedTuple):
             history=history,
             current=current,
             closed=closed,
-            hook_states=saved["hooks"],
             notes=tuple(saved["replacements"]),
         )
-
-
-# The fields that no step changes; those that it changes are before them.
-_KEPT_BY_STEPS = slice(Run._fields.index("total"), None)
 
 
 def _as_stop(request: Request, step: int) -> Stop:

@@ -23,7 +23,6 @@ from stepfold.data.prefetch import ReadAhead
 from stepfold.data.stream import BatchIterator
 from stepfold.errors import DataError, refuse, warn
 from stepfold.loop.evaluate import Evaluation, mesh_of
-from stepfold.loop.hooks.base import Hook, hook_name
 from stepfold.loop.json_files import has_form, is_count, read_json
 from stepfold.loop.writers.base import replace_file
 from stepfold.loop.writers.jsonl import has_rows, last_step
@@ -42,7 +41,7 @@ def run_metadata(
     evaluations: Sequence[Evaluation] = (),
     checkpoints: Checkpoints | None = None,
     config: Mapping[str, Any] | None = None,
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Describe a run as JSON: its config, arguments, versions, devices, seeds and parameters.
 
@@ -66,7 +65,7 @@ def run_metadata(
             "batches": {"kind": type(batches).__name__, **pipeline},
             "evaluations": [_describe(evaluation) for evaluation in evaluations],
             "checkpoints": None if checkpoints is None else _settings(checkpoints),
-            "hooks": [hook_name(hook).partition(".<locals>")[0] for hook in hooks],
+            "hooks": [name.partition(".<locals>")[0] for name in hooks],
         },
         "versions": versions(),
         "devices": {

@@ -1,37 +1,37 @@
-"""What folds a run: its step, batches, hooks and checkpoints, and where it continues from.
+"""What folds a run: its step, batches, hooks and checkpoints; and the state that it starts with.
 
-To start, to resume and to go back are one thing: to fold on from another run.
+A resume only describes that state if it is given as a function.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from stepfold.checkpoint.restore import Restored
-from stepfold.checkpoint.results import find_results
-from stepfold.checkpoint.series import Series
+from stepfold import tree
 from stepfold.core.optimizer import hyperparams_of
-from stepfold.core.processes import Position, agreement, broadcast_from_first
-from stepfold.errors import CheckpointError, StepfoldError, TreeMismatchError, refuse, warn
+from stepfold.core.processes import agreement, broadcast_from_first
+from stepfold.core.state import check_not_donated, step_of, strengthen
+from stepfold.errors import refuse
+from stepfold.internals.jax import evaluate_outputs, output_shardings
 from stepfold.loop.data import BatchFeed, batch_sizes
-from stepfold.loop.elsewhere import Elsewhere
-from stepfold.loop.ending import Ending, rescue
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.fold import Alone, Part, fold
-from stepfold.loop.hooks.base import HookDispatcher, Stop, call_optional
-from stepfold.loop.initial_state import InitialState
-from stepfold.loop.parts import BatchSizes, EndEpoch, Evaluate, Log
+from stepfold.loop.fold import Part, Setup, fold
+from stepfold.loop.hooks.base import Hooks, call_optional
+from stepfold.loop.hooks.events import Stop
+from stepfold.loop.inbox import Inbox
 from stepfold.loop.plan import Plan
-from stepfold.loop.replay.capsule import Capsule
-from stepfold.loop.rollback import Rollbacks
-from stepfold.loop.run import FORMAT, Kind, Request, Run
-from stepfold.loop.saves import Save
+from stepfold.loop.run import Kind, Request, Run
+from stepfold.loop.saves import Saves, rescue
 from stepfold.loop.step_runner import StepRunner
+from stepfold.sharding.place import committed_sharding
 
-_ALL_BUT_OPT_STATE = ("params", "model_state", "step", "key")
+if TYPE_CHECKING:
+    from stepfold.checkpoint.series import Series
+    from stepfold.loop.elsewhere import Elsewhere
+    from stepfold.loop.replay.capsule import Capsule
+    from stepfold.loop.run_files import RunFiles
 
 
 class Options(NamedTuple):
@@ -48,9 +48,9 @@ class Session:
 
     Attributes:
       run: the run, the one value that changes; after an exception, the last one.
-      runner: the step.
-      user_parts: parts of the user, done before a save.
-      parts: more parts, done after all others.
+      files: the files of the run, if it has a directory.
+      parts: parts of the user.
+      on_open: called once, after the hooks were opened first.
       capsule: of the step in which a NaN or inf ended the run, once it is taken.
       was_over: whether there was nothing left to do where this call last continued the run: all
         steps were done, or a hook had stopped it for a reason that its state still gives.
@@ -59,115 +59,130 @@ class Session:
     def __init__(
         self,
         runner: StepRunner,
-        initial: InitialState,
+        initial: "InitialState",
         feed: BatchFeed,
-        hooks: HookDispatcher,
-        series: Series | None,
-        peers: Alone,
+        hooks: Hooks,
+        series: "Series | None",
+        inbox: Inbox,
         options: Options,
         total: int | None,
     ) -> None:
         self.runner, self.feed, self.hooks, self.series = runner, feed, hooks, series
-        self.peers, self._options = peers, options
-        self.user_parts: Sequence[Part] = ()
+        self.inbox, self.options = inbox, options
+        self.files: RunFiles | None = None
         self.parts: Sequence[Part] = ()
+        self.on_open: Callable[[], None] | None = None
         self.capsule: Capsule | None = None
         self.was_over = False
-        self.rollbacks = None if series is None else Rollbacks(series, feed)
         state, step, hyperparams, self._make_state = initial
         self.run = Run.start(state, step, feed.first_used, total, hyperparams)
+        self.rollbacks = None
         if series is not None:
-            series.on_request(partial(peers.notify, Request(Kind.SAVE)))
+            from stepfold.loop.rollback import Rollbacks  # lazy, as all that needs checkpoints
+
+            self.rollbacks = Rollbacks(series, feed)
+            series.on_request(partial(inbox.notify, Request(Kind.SAVE)))
 
     def fold(self) -> None:
         """Fold to the end, or until the run goes back; save before an exception propagates."""
-        run, peers = self.run, self.peers
-        peers.join(self.feed, run)
+        run, inbox, hooks = self.run, self.inbox, self.hooks
+        inbox.join(self.feed, run)
         is_done = run.is_complete and run.total is not None and run.step >= run.total
         if is_done and not self._has_results():
             message = f"step {run.step} of {run.total} was done before"
             self.run = run.ask(Request(Kind.END, run.step, Stop("already_completed", message)))
             return
         self.was_over = self.was_over and not is_done  # there are results to read
-        plan, hooks = self._plan(), self.hooks
         del run  # the steps replace its state
-        log = Log(plan, self.feed, hooks, peers, self.series)
-        evaluations = [
-            Evaluate(each, plan, log, hooks, peers) for each in self._options.evaluations
-        ]
-        elsewhere = self._read_elsewhere(evaluations, plan, log)
-        here = [each for each in evaluations if not each.evaluation.elsewhere]
-        results = [] if elsewhere is None else [elsewhere]
-        events: list[Part] = [*here, *results, EndEpoch(plan, log, peers)]
-        awaits = (lambda _: ()) if elsewhere is None else elsewhere.awaits
-        save = Save(self.series, plan, self.feed, hooks, peers, here, self.describe, awaits)
-        sizes = BatchSizes(plan, self.feed, self.runner)
-        parts: list[Part] = [log, *events, *self.user_parts, save, sizes, *self.parts]
-        finish = None if elsewhere is None else elsewhere.finish
-        ending = Ending(log, events, save, peers, self.rollbacks, finish)
+        late = self._make_late()
+        setup = self._setup(late)
         try:
-            with agreement("hooks: not opened"):
-                hooks.open(self.run.step, self.run.total, self.run.logged_step)
-                for part in self.user_parts:
-                    call_optional(part, "open", self.run)
-            if elsewhere is not None:
-                elsewhere.open(self.run)
+            self._open()
+            if late is not None:
+                late.open(self.run)
             mark = self.feed.mark(self.run.step, self.run.batches_used)
-            self.run = self._stop_again(self.run)._replace(marks=(mark,))
-            self.run = self.run._replace(hook_states=hooks.get_state())
-            # Each run is the one of this session until the next one.
-            for self.run in fold(self.run, self.runner, self.feed, parts, peers):  # noqa: B020
-                pass
-            for self.run in ending(self.run):  # noqa: B020
-                pass
+            states = self.run.hook_states or hooks.init
+            self.run = self.run._replace(marks=(mark,), hook_states=states)
+            self._fold(setup)
             continues = self.run.go_back_request is not None or self.run.is_interrupted
-            if elsewhere is not None and not continues:
-                elsewhere.end(self.run)
-            peers.raise_error(self.run)
+            if late is not None and not continues:
+                late.end(self.run)
+            inbox.raise_error(self.run)
         except BaseException as error:
-            if not peers.leaves_at_once:
-                rescue(error, self.run, save, self.feed, self.runner, peers)
+            if not inbox.leaves_at_once:
+                rescue(error, self.run, setup.saves, self.feed, self.runner, inbox)
             raise
         finally:
-            for part in self.user_parts:
+            for part in self.parts:
                 call_optional(part, "close")
 
-    def _stop_again(self, run: Run) -> Run:
-        """Stop before the first step if a hook of process 0 has stopped the run before.
+    def _open(self) -> None:
+        run = self.run
+        with agreement("hooks: not opened"):
+            self.hooks.open(run.step, run.total, run.logged_step)
+            on_open, self.on_open = self.on_open, None  # once, even if the run goes back
+            if on_open is not None:
+                on_open()
+            for part in self.parts:
+                call_optional(part, "open", run)
 
-        All processes know it at once, so that none does a step until a vote.
-        """
-        reason = [*(self.hooks.still_stops() or ("", ""))]
-        kind, message = broadcast_from_first(reason)
-        if not message or run.requests.has(Kind.STOP):
-            return run
-        self.was_over = self.was_over or run.resumed == run.step != run.total
-        return run.ask(Request(Kind.STOP, run.step, Stop(kind, message), by_hook=True))
+    def _fold(self, setup: Setup) -> None:
+        has_stopped = self.run.requests.has(Kind.STOP)
+        runs = fold(self.run, setup)
+        self.run = next(runs)  # after the hooks have seen that it begins
+        if self.run.requests.has(Kind.STOP) and not has_stopped:
+            is_new = self.run.resumed == self.run.step != self.run.total
+            self.was_over = self.was_over or is_new
+        for self.run in runs:  # each is the one of this session until the next one
+            if self.files is not None:
+                self.files.note(self.run)
 
-    def _read_elsewhere(
-        self, evaluations: Sequence[Evaluate], plan: Plan, log: Log
-    ) -> Elsewhere | None:
-        """Return the part that reads what another process evaluates, if there is one."""
-        elsewhere = [each for each in evaluations if each.evaluation.elsewhere]
+    def _setup(self, late: "Elsewhere | None") -> Setup:
+        plan, evaluations = self._plan(), self.options.evaluations
+        here = [each for each in evaluations if not each.elsewhere]
+        saves = Saves(
+            self.series,
+            self.rollbacks,
+            plan,
+            self.feed,
+            self.hooks,
+            self.inbox,
+            here,
+            self.describe,
+            (lambda _: ()) if late is None else late.awaits,
+        )
+        return Setup(
+            plan, self.runner, self.feed, self.hooks, self.inbox, saves, here, late, self.parts
+        )
+
+    def _make_late(self) -> "Elsewhere | None":
+        """Return what reads the evaluations of another process, if there are some."""
+        elsewhere = [each for each in self.options.evaluations if each.elsewhere]
         if self.series is None:
             return None
         self.series.evaluated = {}
-        return Elsewhere(elsewhere, self.series, plan, log, self.peers) if elsewhere else None
+        if not elsewhere:
+            return None
+        from stepfold.loop.elsewhere import Elsewhere  # lazy: for evaluations by another process
+
+        return Elsewhere(elsewhere, self.series, self._plan(), self.inbox)
 
     def _has_results(self) -> bool:
         """Whether another process has evaluated more since the last checkpoint."""
         has_new, run, series = False, self.run, self.series
-        names = [each.name for each in self._options.evaluations if each.elsewhere]
+        names = [each.name for each in self.options.evaluations if each.elsewhere]
         if series is None or not names:
             return False
         with agreement(f"{series.directory}: not resumed"):
             if jax.process_index() == 0:
+                from stepfold.checkpoint.results import find_results  # lazy, as `Elsewhere`
+
                 results = [r for r in find_results(series.store) if r.evaluation in names]
                 has_new = any(run.evaluated.get(r.evaluation, -1) < r.step for r in results)
         return broadcast_from_first([has_new])[0]
 
     def _plan(self) -> Plan:
-        run, feed, options = self.run, self.feed, self._options
+        run, feed, options = self.run, self.feed, self.options
         saves = [] if self.series is None else self.series.policy.schedules
         first_step = run.step - run.batches_used
         return Plan(
@@ -178,14 +193,16 @@ class Session:
             first_step=first_step,
             logs_epochs=self.hooks.wants_epochs,
             size_changes=[first_step + start for start, _ in batch_sizes(feed.batches)[1:]],
-            delay=0 if self.hooks.needs_exact_state else Plan.delay_of(options.log_every),
+            delay=0 if self.hooks.exact else Plan.delay_of(options.log_every),
         )
 
     def describe(self, run: Run) -> dict[str, Any]:
         """Return what a checkpoint holds next to the state."""
-        options, rollbacks = self._options, self.rollbacks
-        saved = self.peers.as_seen(run).to_checkpoint(
-            has_history=options.save_history, logs_epochs=self.hooks.wants_epochs
+        options, rollbacks = self.options, self.rollbacks
+        seen = self.inbox.as_seen(run)
+        states = self.hooks.to_saved(seen.hook_states) if seen.hook_states else []
+        saved = seen.to_checkpoint(
+            states, has_history=options.save_history, logs_epochs=self.hooks.wants_epochs
         )
         parts = options.restored_parts and [*options.restored_parts]
         extra: dict[str, Any] = {"fit": {**saved, "parts": parts}}
@@ -193,104 +210,103 @@ class Session:
             extra["rollbacks"] = len(rollbacks.done)
         return extra
 
-    # Where a run continues from
-
     def initialize(self) -> None:
         """Make the state of a run that does not resume, if it was given as a function."""
         if self._make_state is not None:
             with agreement("state: not initialized"):
                 self.run = self.run._replace(state=self._make_state())
 
-    def continue_from_checkpoint(self, series: Series, more_steps: int | None = None) -> None:
-        """Continue from the newest good checkpoint."""
-        self.peers.move(Position.RESTORE, self.run.step)
-        self.peers.forget()
-        restored = self._restore_parts(series)
-        self.run = self.run._replace(resumed=restored.step)
-        self.was_over = self.continue_from(restored, series.directory, more_steps)
 
-    def continue_from(self, restored: Restored, where: Any, more_steps: int | None = None) -> bool:
-        """Continue from a state and what was kept with it; return whether the run is complete."""
-        extra = restored.extra if isinstance(restored.extra, dict) else {}
-        saved: Any = extra.get("fit") or {}
-        if saved and (not isinstance(saved, dict) or saved.get("format") != FORMAT):
-            warn(
-                f"{where}: step {restored.step} was saved by another version of "
-                "stepfold: its state and data position are restored, but not its metrics and hooks",
-            )
-            saved = {}
-        before = self.run
-        try:
-            run = before.from_checkpoint(saved, restored.state, restored.step)
-            self.hooks.set_state(run.hook_states)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, StepfoldError):
-                raise
-            advice = "restore the state with sf.restore instead"
-            expected = f"the state of a run as fit saves it in step {restored.step}"
-            refuse(where, expected, f"{error!r}", advice, kind=CheckpointError, cause=error)
-        run = run._replace(hyperparams=_compare_hyperparams(before.hyperparams, run, restored))
-        if more_steps is not None:  # an interrupted run keeps its target
-            is_interrupted = saved.get("total") is not None and not run.is_complete
-            total = saved["total"] if is_interrupted else run.step + more_steps
-            run = run._replace(total=total)
-        needs_batches = run.total is None or run.step < run.total
-        used = saved.get("batches_used")
-        used = self.feed.seek(restored.data, run.step, used, needs_batches=needs_batches)
-        self.run = run._replace(batches_used=used)
-        return run.is_complete
+# The state that a run starts with
 
-    def skip(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Skip ranges of batch indices, which begin after the position of the batches."""
-        run, feed = self.run, self.feed
-        feed.skip(ranges)
-        if feed.total is not None:  # the epochs to do are shorter now
-            first_step = run.step - (run.batches_used - feed.first_used)
-            self.run = run._replace(total=first_step + feed.total)
-
-    def _restore_parts(self, series: Series) -> Restored:
-        """Restore the state, or parts of it if the run that saved it did not."""
-        parts = self._options.restored_parts
-        if parts is None:
-            return series.restore(self.run.state, advice=_advise)
-        restored = series.restore(self.run.state, parts=parts, advice=_advise)
-        if "step" in restored.not_loaded:
-            refuse("resume", "`step` among the parts, for the data position", repr(parts))
-        saved = restored.extra.get("fit") if isinstance(restored.extra, dict) else None
-        if isinstance(saved, dict) and saved.get("parts") == [*parts]:
-            with suppress(TreeMismatchError):  # the optimizer has changed again since
-                return series.restore(self.run.state)
-        return restored
+_HOW = "give the state, or a function that makes it, such as lambda: sf.init_state(…)"
 
 
-def _advise(paths: Sequence[str]) -> str:
-    """Say what to do about a checkpoint whose state differs at some paths."""
-    if all(path.startswith("opt_state") for path in paths):
-        return (
-            ": it was saved with another optimizer; to continue with this one, give "
-            f"resume={_ALL_BUT_OPT_STATE}, and to start a new run, another directory"
-        )
-    return "; to train another model, give another directory; to resume, make the state as before"
+class InitialState(NamedTuple):
+    """The state that a run starts with.
+
+    Attributes:
+      state: the state, or an abstract one with the same shardings.
+      step: its step.
+      hyperparams: those of its optimizer, by path.
+      make: makes the state, or raises if there is no way to; None if it is there.
+    """
+
+    state: Any
+    step: int
+    hyperparams: dict[str, Any]
+    make: Callable[[], Any] | None = None
+
+    @classmethod
+    def read(cls, state: Any, *, may_resume: bool) -> "InitialState":
+        """Read the argument of `fit`.
+
+        A run that cannot resume the whole state calls a function at once.
+        """
+        is_function = callable(state) and jax.tree_util.all_leaves([state])
+        if is_function and may_resume:
+            return _describe(state)
+        state = state() if is_function else state
+        leaves: list[Any] = jax.tree.leaves(state)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            if not may_resume:
+                refuse("state", "arrays", "an abstract state", _HOW)
+            return cls(jax.tree.map(_strong, state), 0, {}, _refuse_start)
+        check_not_donated(state)
+        state = strengthen(state)
+        return cls(state, step_of(state), hyperparams_of(getattr(state, "opt_state", ())))
 
 
-def _compare_hyperparams(
-    current: Mapping[str, Any], run: Run, restored: Restored
-) -> Mapping[str, Any]:
-    """Warn of hyper-parameters that the script has changed; the restored ones are used."""
-    saved = run.hyperparams or hyperparams_of(getattr(run.state, "opt_state", ()))
-    known = {name: saved[name] for name in current if name in saved and name in restored.loaded}
-    changes = [
-        f"{name}: expected {_short(value)} as in the checkpoint, got {_short(current[name])}"
-        for name, value in known.items()
-        if value != current[name]
+def _describe(function: Callable[[], Any]) -> InitialState:
+    """Trace a function that makes a state, and compute no more than its step and settings."""
+
+    def make() -> Any:
+        state = strengthen(function())
+        check_not_donated(state)
+        _check_shardings(state, described)
+        return state
+
+    try:
+        jaxpr, form = jax.make_jaxpr(lambda: strengthen(function()), return_shape=True)()
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        expected = "a function that jax can trace, since a resume does not run it"
+        refuse("state", expected, f"{type(error).__name__}", "give the state itself", cause=error)
+    leaves: list[Any] = jax.tree.leaves(form)
+    structure: Any = jax.tree.structure(form)
+    described = structure.unflatten(
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or sharding)
+        for leaf, sharding in zip(leaves, output_shardings(jaxpr), strict=True)
+    )
+    # What `hyperparams_of` reads has few numbers, as the step.
+    are_known = [
+        name == "step" or "hyperparams" in name.split("/") for name, _ in tree.named_leaves(form)
     ]
-    if changes:
-        warn(
-            f"{'; '.join(changes)}; the run continues with the value of the checkpoint; to use "
-            "that of the script, give resume=('(?!.*/hyperparams/).*',)",
-        )
-    return {**current, **known}
+    values = iter(evaluate_outputs(jaxpr, are_known))
+    known = structure.unflatten(
+        next(values) if is_known else leaf for is_known, leaf in zip(are_known, leaves, strict=True)
+    )
+    settings = hyperparams_of(getattr(known, "opt_state", ()))
+    return InitialState(described, step_of(known), settings, make)
 
 
-def _short(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _check_shardings(state: Any, described: Any) -> None:
+    """Check that a resume, which does not run the function, knows where the state is."""
+    forms = jax.tree.leaves(described)
+    for (name, leaf), form in zip(tree.named_leaves(state, "state"), forms, strict=True):
+        sharding, traced = committed_sharding(leaf), form.sharding
+        if sharding is None or traced is None:
+            is_known = sharding is traced
+        else:
+            is_known = sharding.is_equivalent_to(traced, len(form.shape))
+        if not is_known:
+            expected = f"{name} on devices that tracing the function shows, as a resume does"
+            advice = "give sharding=… to sf.init_state in it, or place its result by jax.device_put"
+            refuse("state", expected, f"it on {sharding}, traced as {traced}", advice)
+
+
+def _strong(leaf: Any) -> Any:
+    return leaf.update(weak_type=False) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+
+def _refuse_start() -> Any:
+    refuse("state", "a checkpoint to resume from, for an abstract state", "none", _HOW)

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from stepfold.checkpoint.series import Series
-from stepfold.loop.fold import Alone, WaitInterrupted
+from stepfold.loop.inbox import Inbox, WaitInterrupted
 from stepfold.loop.run import Kind, Request, Run
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -22,10 +22,10 @@ _SAVE_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)  # not on
 
 
 class Signals:
-    """Note the signals of a run, with its peers; a second one to stop raises KeyboardInterrupt."""
+    """Note the signals of a run, in its inbox; a second one to stop raises KeyboardInterrupt."""
 
-    def __init__(self, peers: Alone) -> None:
-        self._peers, self._pid = peers, os.getpid()
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox, self._pid = inbox, os.getpid()
         self._previous: dict[signal.Signals, Any] = {}  # the handlers to restore
 
     @contextmanager
@@ -52,23 +52,23 @@ class Signals:
             self._restore_handlers()
             signal.raise_signal(number)
             return
-        peers = self._peers
+        inbox = self._inbox
         if number == _SAVE_SIGNAL:
-            peers.notify(Request(Kind.SAVE))
+            inbox.notify(Request(Kind.SAVE))
             return
-        if peers.signal is not None:
-            peers.leaves_at_once = True
+        if inbox.signal is not None:
+            inbox.leaves_at_once = True
             raise KeyboardInterrupt
-        peers.signal = signal.Signals(number)
-        peers.notify(Request(Kind.SIGNAL, 0, peers.signal))
-        if peers.is_waiting:
+        inbox.signal = signal.Signals(number)
+        inbox.notify(Request(Kind.SIGNAL, 0, inbox.signal))
+        if inbox.is_waiting:
             raise WaitInterrupted
 
 
-def print_waiting(peers: Alone, series: Series) -> None:
+def print_waiting(inbox: Inbox, series: Series) -> None:
     """After a second signal, print that a save in progress delays the exit."""
     saving = series.saving
-    if peers.leaves_at_once and saving is not None:
+    if inbox.leaves_at_once and saving is not None:
         with suppress(OSError, ValueError):  # the other end of a pipe may be gone
             print(  # noqa: T201  a person interrupted twice, and sees nothing happen
                 f"waiting for the checkpoint of step {saving}, which is being written",
@@ -77,11 +77,11 @@ def print_waiting(peers: Alone, series: Series) -> None:
             )
 
 
-def raise_signal(peers: Alone, run: Run, result: Any) -> None:
+def raise_signal(inbox: Inbox, run: Run, result: Any) -> None:
     """Raise the exception for a signal, with the result attached."""
     # One that came after the last vote is raised too, now that everything is saved.
     agreed = run.requests.get(Kind.SIGNAL)
-    number = peers.signal if agreed is None else agreed.reason
+    number = inbox.signal if agreed is None else agreed.reason
     if number is None:
         return
     error: Any = SystemExit(128 + number)

@@ -73,6 +73,15 @@ class StepRunner:
         with allow_transfers("host_to_device"):  # of a batch on the host
             return run(state, batch)
 
+    def one(self) -> Step:
+        """Return what runs the step on a batch: the program itself, once there is one."""
+        program = self._programs.get((self.batch_size, 1))
+        settings: Any = jax.config
+        is_guarded = settings.jax_transfer_guard_host_to_device == "disallow"
+        if program is None or self._mesh is not None or is_guarded:
+            return lambda state, batch: self(state, [batch])
+        return program
+
     def set_batch_size(self, size: int, later: Sequence[int]) -> None:
         """Expect batches of another size; the first one compiles for the `later` sizes too."""
         if later and isinstance(self._step, CompiledStep):

@@ -13,21 +13,22 @@ import jax
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import sync
 from stepfold.errors import CheckpointError, StepfoldError, warn
-from stepfold.loop.hooks.base import BaseHook, Event
+from stepfold.loop.hooks.base import Sink
+from stepfold.loop.hooks.events import Event
 from stepfold.loop.run_info import NAME, read_run_info
 from stepfold.loop.writers.jsonl import read_rows
 
 _FILES = ("run.json", "metrics.jsonl", "metrics.csv", "report.html")
 
 
-class Upload(BaseHook):
+class Upload(Sink):
     """Copy the files before each checkpoint commits, and when the run ends; on process 0 only.
 
     The first copy, before step 1, raises if the URL is not writable. Later, a copy that fails
     causes a warning, and the run continues.
     """
 
-    provides = ()
+    name = "upload"
 
     def __init__(self, run_dir: Path, url: str, series: Series | None = None) -> None:
         from stepfold.object_storage import Bucket  # lazy: imports tensorstore
@@ -37,11 +38,12 @@ class Upload(BaseHook):
         self._problem: CheckpointError | OSError | None = None  # of a copy in a thread
         self._is_open = False
 
-    def __call__(self, event: Event) -> None:  # noqa: ARG002
+    def write(self, state: Any, event: Event) -> Any:  # noqa: ARG002
         self._warn()
+        return state
 
-    def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
-        self._copy()  # an error here is one of all processes, which open their hooks together
+    def open(self, step: int, total: int | None, seen: int) -> None:  # noqa: ARG002
+        self._copy()  # an error here is one of all processes, which open their sinks together
         self._is_open = True
 
     def fetch(self, step: float = math.inf) -> None:

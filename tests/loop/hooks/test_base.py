@@ -6,25 +6,25 @@ import pickle
 
 import numpy as np
 import pytest
-from tests.small import EVAL_STEP, STEP, batches, start
+from tests.small import EVAL_STEP, STEP, Shown, batches, start
 
 import stepfold as sf
-from stepfold.loop.hooks.base import (
-    BaseHook,
-    Event,
-    GoBack,
-    HookDispatcher,
-    Stop,
-    may_stop,
-)
+from stepfold.loop.hooks.base import BaseHook, Hook, Hooks, Sink, as_hook, from_object
+from stepfold.loop.hooks.events import Event, GoBack, Stop
 
 EVENT = Event(10, None, {"train/loss": 2.0}, None)
 
 
 def dispatch(*hooks, event=EVENT):
     """Return the event with the numbers of all hooks, and the first reason."""
-    event, reasons = HookDispatcher(hooks).dispatch(event)
+    _, event, reasons = update(hooks, event)
     return event, reasons[0] if reasons else None
+
+
+def update(hooks, event=EVENT):
+    """Return the states after an event, the event with all numbers, and the requests."""
+    hooks = Hooks([*map(as_hook, hooks)])
+    return hooks.update(hooks.init, event)
 
 
 class Writer(BaseHook):
@@ -35,26 +35,6 @@ class Writer(BaseHook):
 
     def __call__(self, event):
         self.rows.append(dict(event.metrics))
-
-
-class Counter:
-    """A hook with state that counts events."""
-
-    def __init__(self):
-        self.count = 0
-        self.epochs = []
-
-    def __call__(self, event):
-        self.count += 1
-
-    def end_epoch(self, epoch):
-        self.epochs.append(epoch)
-
-    def get_state(self):
-        return self.count
-
-    def set_state(self, state):
-        self.count = state
 
 
 # Events and reasons
@@ -105,6 +85,19 @@ def test_any_other_return_value_names_the_hook(returned):
         dispatch(lambda event: {"rate": "fast"})
 
 
+@pytest.mark.parametrize("pair", [None, 3, "no", (1, None, 2), {"a": 1.0}])
+def test_an_update_that_returns_no_pair_names_the_hook(pair):
+    with pytest.raises(sf.ConfigError, match="mine: update: expected a pair of the next state and"):
+        dispatch(Hook(0, lambda state, event: pair, "mine"))
+
+
+@pytest.mark.parametrize("events", ["start", ("epochs",), ["train"]])
+def test_events_that_do_not_exist_are_refused(events):
+    says = r"Hook: also: expected some of \('start', 'epoch'\), got "
+    with pytest.raises(sf.ConfigError, match=says):
+        run([Hook(0, count, "mine", events)])
+
+
 # Reasons to stop
 
 
@@ -123,7 +116,7 @@ def test_a_string_is_short_for_a_stop_and_an_empty_reason_is_none(returned, reas
 def test_every_hook_is_called_and_the_reasons_are_in_the_order_of_the_list():
     seen = []
     hooks = [lambda event: None, lambda event: "one", lambda event: GoBack(), seen.append]
-    _, (first, second) = HookDispatcher(hooks).dispatch(EVENT)
+    _, _, (first, second) = update(hooks)
     assert first == Stop("hook", "one")
     assert second == GoBack(9, (10, 11))
     assert seen == [EVENT]
@@ -151,80 +144,219 @@ def test_the_reason_of_the_first_hook_in_the_list_counts_although_it_is_called_l
     assert calls == ["any", "silent"]
 
 
-# State
+# States
+
+
+def count(state, event):
+    return state + 1, None
+
+
+def counting(name="count"):
+    return Hook(0, count, name)
+
+
+def hooks_of(*names):
+    return Hooks([counting(name) for name in names])
 
 
 def test_a_state_is_that_after_the_last_event():
-    dispatcher = HookDispatcher([Counter()])
-    assert dispatcher.get_state() == [["Counter", 0]]
-    dispatcher.dispatch(EVENT)
-    assert dispatcher.get_state() == [["Counter", 1]]
-
-
-def counters(*metrics):
-    hooks = [Counter() for _ in metrics]
-    for hook, metric in zip(hooks, metrics, strict=True):
-        hook.metric = metric
-    return hooks
-
-
-def test_a_hook_gets_the_state_of_the_one_that_watched_the_same():
-    first, second = counters("eval/loss", "eval/accuracy")
-    first.count, second.count = 3, 7
-    state = HookDispatcher([first, lambda event: None, second]).get_state()
-    assert state == [["Counter eval/loss", 3], ["Counter eval/accuracy", 7]]
-    resumed = counters("eval/accuracy", "test/loss", "eval/loss")
-    HookDispatcher([Writer(), *resumed]).set_state(state)
-    assert [hook.count for hook in resumed] == [7, 0, 3]
-    # By their order if several watch the same.
-    twins = counters("eval/loss", "eval/loss")
-    HookDispatcher(twins).set_state([["Counter eval/loss", 0], ["Counter eval/loss", 7]])
-    assert [hook.count for hook in twins] == [0, 7]
+    hooks = hooks_of("count")
+    assert hooks.to_saved(hooks.init) == [["count", 0]]
+    states, _, _ = hooks.update(hooks.init, EVENT)
+    assert hooks.to_saved(states) == [["count", 1]]
+    assert hooks.to_saved(hooks.init) == [["count", 0]]
 
 
 def test_a_name_is_the_key_of_a_state():
-    first, second = counters("eval/loss", "eval/loss")
-    first.name, second.name, second.count = "patient", "eager", 7
-    state = HookDispatcher([first, second]).get_state()
-    resumed = counters("eval/loss")
-    resumed[0].name = "eager"
-    with pytest.warns(UserWarning, match="hooks: expected patient, whose state is in the"):
-        HookDispatcher(resumed).set_state(state)
-    assert resumed[0].count == 7
+    plain = as_hook(lambda event: None)
+    saved = Hooks([counting("a"), plain, counting("b")]).to_saved((3, None, 7))
+    assert saved == [["a", 3], ["b", 7]]
+    hooks = hooks_of("b", "new", "a")
+    assert hooks.from_saved(saved, hooks.init) == (7, 0, 3)
+    assert Hooks([as_hook(Hook(0, count))]).names == ["count"]  # that of its function
+    with pytest.warns(UserWarning, match="hooks: expected a, whose state is in the checkpoint, "):
+        assert hooks_of("b").from_saved(saved, (0,)) == (7,)
 
 
-def test_a_state_that_may_be_that_of_several_hooks_is_dropped_with_a_warning():
-    first, second = counters("eval/loss", "eval/loss")
-    first.count = second.count = 7
-    state = HookDispatcher([first, second]).get_state()
-    resumed = counters("eval/loss")
-    with pytest.warns(UserWarning, match="hooks: expected 2 Counter eval/loss, as in .*, got 1"):
-        HookDispatcher(resumed).set_state(state)
-    assert resumed[0].count == 0
+def test_states_of_one_name_match_in_order_if_they_are_as_many():
+    saved = hooks_of("a", "a").to_saved((3, 7))
+    assert hooks_of("b", "a", "a").from_saved(saved, (0, 0, 0)) == (0, 3, 7)
+    with pytest.warns(UserWarning, match="hooks: expected 2 a, as in .*, got 1; .* a name=…"):
+        assert hooks_of("a").from_saved(saved, (0,)) == (0,)
+
+
+@pytest.mark.parametrize("other", [5, [1], {"best": 1.0}, {}])
+def test_the_state_of_another_hook_of_this_name_is_dropped_with_a_warning(other):
+    hooks = Hooks([Hook({"best": 0.0, "count": 0, "_seen": 3}, count, "mine")])
+    with pytest.warns(UserWarning, match="expected the state of mine, got that of another hook of"):
+        assert hooks.from_saved([["mine", other]], hooks.init) == hooks.init
+    same = {"best": 1.0, "count": 2, "more": 3}
+    assert hooks.from_saved([["mine", same]], hooks.init) == ({**same, "_seen": 3},)
+
+
+def test_keys_with_an_underscore_stay_in_memory():
+    hooks = Hooks([Hook({"n": 0, "_seen": []}, count, "a"), Hook({"_last": None}, count, "b")])
+    later = {"n": 2, "_seen": [1, 2]}, {"_last": 2}
+    saved = hooks.to_saved(({"n": 1, "_seen": [1]}, {"_last": 1}))
+    assert saved == [["a", {"n": 1}]]
+    # A run that goes back keeps those that it has; one that resumes has none.
+    assert hooks.from_saved(saved, later) == ({"n": 1, "_seen": [1, 2]}, {"_last": 2})
+    assert hooks.from_saved(saved, hooks.init) == ({"n": 1, "_seen": []}, {"_last": None})
+
+
+def test_a_state_may_become_none():
+    for init in (5, "waiting", {"n": 0}):
+        hooks = Hooks([Hook(init, count, "mine"), Hook(None, count, "other")])
+        saved = hooks.to_saved((None, None))
+        assert hooks.from_saved(saved, hooks.init) == (None, None)
+
+
+@pytest.mark.parametrize("inner", ["_found", "n"])
+def test_a_wrapped_hook_has_its_keys_in_memory_too(inner):
+    note = lambda state, event: ({**state, inner: event.step, "_last": event}, None)
+    hook = Shown(sf.every(1, Hook({inner: None, "_last": None}, note, "note")))
+    hook.start()
+    hook(EVENT)
+    saved = hook.save()
+    hook(later := EVENT._replace(step=11))
+    hook.resume(saved)
+    assert hook.state["hook"] == {inner: 11 if inner == "_found" else 10, "_last": later}
+
+
+# Objects
+
+
+class Counter:
+    """An object that counts events."""
+
+    def __init__(self, metric=None):
+        self.count, self.metric, self.calls = 0, metric, []
+
+    def __call__(self, event):
+        self.count += 1
+        return {"count": self.count}
+
+    def get_state(self):
+        return self.count
+
+    def set_state(self, state):
+        self.calls.append(state)
+        self.count = state
+
+
+def test_an_object_is_named_by_its_name_or_its_class_and_metric():
+    names = [as_hook(Counter()).name, as_hook(Counter("eval/loss")).name]
+    assert names == ["Counter", "Counter eval/loss"]
+    assert from_object(Counter("eval/loss"), "mine").name == "mine"
+    named = Counter("eval/loss")
+    named.name = "patient"
+    assert as_hook(named).name == "patient"
+
+
+def test_an_object_gets_a_state_only_where_the_run_continues_from_another_one():
+    hook = Shown(counter := Counter())
+    hook.start()
+    assert [hook(EVENT) for _ in range(2)] == [{"count": 1}, {"count": 2}]
+    assert (hook.state, counter.calls) == (2, [])
+    saved = hook.save()
+    assert saved == [["Counter", 2]]
+    resumed = Shown(other := Counter())
+    resumed.resume(saved)
+    assert resumed(EVENT) == {"count": 3}
+    assert other.calls == [2]
+
+
+def test_an_object_that_was_opened_again_gets_its_state_even_if_it_is_that_before():
+    hook = Shown(counter := Counter())
+    hook.start()
+    hook(EVENT)
+    saved = hook.save()
+    counter.count = 0  # as `open` or `reset` does where a run goes back
+    hook.resume(saved)
+    assert hook(EVENT) == {"count": 2}
+
+
+def test_the_state_of_an_object_is_whole_whatever_its_keys_are():
+    class Private(Counter):
+        def get_state(self):
+            return {"_count": self.count}
+
+        def set_state(self, state):
+            self.count = state["_count"]
+
+    for wrap in (lambda hook: hook, lambda hook: sf.every(1, hook)):
+        hook = Shown(wrap(Private()))
+        hook.start()
+        hook(EVENT)
+        saved = hook.save()
+        hook(EVENT._replace(step=11))
+        resumed = Shown(wrap(Private()))
+        for each in (hook, resumed):  # it goes back, or resumes
+            each.resume(saved)
+            assert each(EVENT._replace(step=11)) == {"count": 2}
+
+
+def test_what_an_object_returns_at_the_end_of_an_epoch_has_no_meaning():
+    class Files(BaseHook):
+        def end_epoch(self, epoch):
+            return epoch + 1
+
+    assert Shown(Files())(EVENT._replace(kind="epoch", epoch=0)) is None
+
+
+def test_a_function_has_the_declarations_of_its_attributes():
+    def measure(event):
+        return {"norm/w": 1.0}
+
+    hook = as_hook(measure)
+    assert (hook.provides, hook.returns, hook.metric, hook.exact) == (None, None, None, False)
+    measure.provides, measure.metric, measure.needs_exact_state = ("norm/",), "eval/loss", True
+    measure.replaces_state = True
+    hook = as_hook(measure)
+    assert (hook.provides, hook.metric, hook.exact) == (("norm/",), "eval/loss", True)
+    assert hook.returns == [Stop, sf.Replace, sf.Reweight]
+    assert hook.update(None, EVENT) == (None, {"norm/w": 1.0})
+    assert hook.name.endswith("measure eval/loss")
 
 
 # What hooks declare
 
 
-def test_methods_and_declarations_count_where_they_exist():
+def test_what_hooks_declare_counts():
     class Exact(BaseHook):
-        needs_exact_state = True
+        needs_exact_state = replaces_state = True
 
-        def flush(self):
-            flushed.append(True)
+        def end_epoch(self, epoch):
+            pass
 
-    flushed, counter, plain = [], Counter(), [lambda event: None, BaseHook()]
-    dispatcher = HookDispatcher([*plain, counter, Exact()])
-    dispatcher.end_epoch(3)
-    dispatcher.flush()
-    assert (counter.epochs, flushed) == ([3], [True])
-    for hooks, wanted in ((dispatcher, True), (HookDispatcher(plain), False)):
-        assert (hooks.wants_epochs, hooks.needs_exact_state) == (wanted, wanted)
-    assert may_stop(plain[0])
-    assert not may_stop(plain[1])
+    for declares in (True, False):
+        hooks = Hooks([*map(as_hook, [lambda event: None, *([Exact()] if declares else [])])])
+        assert (hooks.wants_epochs, hooks.exact, hooks.replaces) == (declares,) * 3
+    stops = [as_hook(hook).may_return(Stop) for hook in (lambda event: None, BaseHook(), Exact())]
+    assert stops == [True, False, False]
 
 
-# In a run
+def test_events_without_metrics_reach_only_hooks_that_ask_and_no_sink():
+    seen = []
+
+    def note(name):
+        return lambda state, event: (state, seen.append((name, event.kind)))
+
+    class Files(Sink):
+        def write(self, state, event):
+            seen.append(("sink", event.kind))
+            return state
+
+    every = ("start", "epoch")
+    events = {"none": (), "start": ("start",), "epoch": ("epoch",), "both": every}
+    hooks = Hooks([Hook(None, note(name), name, events[name]) for name in events], [Files()])
+    for kind in ("start", "train", "epoch"):
+        hooks.update(hooks.init, EVENT._replace(kind=kind))
+    assert seen == [
+        *[(name, "start") for name in ("start", "both")],
+        *[(name, "train") for name in (*events, "sink")],
+        *[(name, "epoch") for name in ("epoch", "both")],
+    ]
 
 
 # What a hook may not change

@@ -8,11 +8,12 @@ from contextlib import nullcontext
 import jax
 import numpy as np
 import pytest
-from tests.small import STEP, full_but, start
+from tests.small import STEP, Shown, full_but, start
 
 import stepfold as sf
-from stepfold.loop.hooks.base import Event
-from stepfold.loop.hooks.performance import Pace, memory_use, profile, throughput
+from stepfold.loop.hooks.base import as_hook
+from stepfold.loop.hooks.events import Event
+from stepfold.loop.hooks.performance import memory_use, pace_after, profile, throughput
 
 BATCH = {"step": np.array(3), "x": np.zeros((8, 16))}
 
@@ -36,11 +37,10 @@ def evaluation(step):
 
 
 def measure(hook, clock, seconds=5.0, data_wait=0.0):
-    hook.open(0, None)
+    """Show a `Shown` hook two events some seconds apart; return the numbers of the second."""
     assert hook(train(10)) is None
     clock[0] += seconds
     speed = hook(train(20, data_wait))
-    hook.close()
     return {name.removeprefix("throughput/"): value for name, value in speed.items()}
 
 
@@ -48,7 +48,8 @@ def measure(hook, clock, seconds=5.0, data_wait=0.0):
 
 
 def test_time_examples_and_other_units(clock):
-    hook = throughput(tokens=lambda batch: batch["x"].size)
+    hook = Shown(throughput(tokens=lambda batch: batch["x"].size))
+    hook.start()
     assert measure(hook, clock, 5.0, data_wait=1.0) == {
         "step_seconds": 0.5,
         "waiting": 0.2,
@@ -56,13 +57,13 @@ def test_time_examples_and_other_units(clock):
         "examples_per_second": 16.0,
         "tokens_per_second": 256.0,
     }
-    assert measure(throughput(flops=1e12, peak=4e12), clock)["mfu"] == 0.5
-    assert "mfu" not in measure(throughput(flops=1e12), clock)  # unknown for a CPU
+    assert measure(Shown(throughput(flops=1e12, peak=4e12)), clock)["mfu"] == 0.5
+    assert "mfu" not in measure(Shown(throughput(flops=1e12)), clock)  # unknown for a CPU
 
 
 def test_a_batch_without_rows_has_no_examples(clock):
-    hook = throughput()
-    hook.open(0, None)
+    hook = Shown(throughput())
+    hook.start()
     hook(train(10, batch={"temperature": np.float32(1.0)}))
     clock[0] += 1.0
     speed = hook(train(20, batch={"temperature": np.float32(1.0)}))
@@ -70,7 +71,7 @@ def test_a_batch_without_rows_has_no_examples(clock):
 
 
 def test_an_evaluation_takes_no_time_of_steps_and_lowers_the_goodput(clock):
-    hook = throughput()
+    hook = Shown(throughput())
     hook(train(10))
     clock[0] += 30.0
     assert hook(evaluation(10)) is None
@@ -82,23 +83,28 @@ def test_an_evaluation_takes_no_time_of_steps_and_lowers_the_goodput(clock):
 
 def test_examples_of_all_processes_are_counted(clock, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    assert measure(throughput(), clock)["examples_per_second"] == 64.0
+    assert measure(Shown(throughput()), clock)["examples_per_second"] == 64.0
 
 
 def test_goodput_counts_pauses_and_lost_steps(clock):
-    hook = throughput()
+    hook = Shown(throughput())
+    hook.start()
     first = measure(hook, clock, 10.0)
-    state = hook.get_state()
+    saved = hook.save()
     clock[0] += 20.0
     hook(train(30))  # lost: the checkpoint is older
     clock[0] += 10.0
-    resumed = throughput()
-    resumed.set_state(state)
-    resumed.open(20, None)
-    resumed(train(20))
+    resumed = Shown(throughput())
+    resumed.resume(saved, 20)
+    assert resumed(train(20)) is None  # compiles
     clock[0] += 10.0
     assert resumed(train(30))["throughput/goodput"] == 20.0 / 50.0
-    assert measure(resumed, clock, 10.0) == first  # in the next run
+    hook.resume(saved, 20)  # a run that goes back waits for nothing between its attempts
+    clock[0] += 50.0
+    assert hook(train(20)) is None
+    again = Shown(resumed.hook)  # in the next run
+    again.start()
+    assert measure(again, clock, 10.0) == first
 
 
 @pytest.mark.parametrize(
@@ -121,20 +127,25 @@ def test_arguments_are_checked(make, message):
 
 
 def test_the_rate_is_smoothed_over_times_without_the_first_interval_which_compiles(clock):
-    pace = Pace()
-    assert pace.add(train(10)) is None
-    assert pace.rate is None
+    pace, interval = pace_after(None, train(10))
+    assert (pace.rate, interval) == (None, None)
     clock[0] += 1
-    assert pace.add(train(20)) == (10, 1.0)
-    assert pace.rate == 10.0
+    pace, interval = pace_after(pace, train(20))
+    assert (pace.rate, interval) == (10.0, (10, 1.0))
     clock[0] += 2
-    pace.add(train(30))
+    pace, _ = pace_after(pace, train(30))
     assert pace.rate == pytest.approx(10 / (0.7 * 1 + 0.3 * 2))
 
 
 # memory_use
 
 EVENT = Event(10, None, {}, None)
+
+
+def test_memory_use_declares_what_it_returns():
+    hook = as_hook(memory_use)
+    assert (hook.provides, hook.returns, hook.name) == (("memory/",), [], "memory_use")
+    assert hook.update(None, EVENT) == (None, memory_use(EVENT))
 
 
 def test_host_memory_is_that_of_the_process():
@@ -225,9 +236,9 @@ def test_steps_that_were_traced_before_a_resume_are_not_traced_again(tmp_path):
 
 
 def test_evaluations_and_other_processes_than_the_first_are_not_traced(tmp_path, monkeypatch):
-    hook = profile(2, 2, tmp_path / "a")
+    hook = Shown(profile(2, 2, tmp_path / "a"))
     hook(evaluation(2))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     hook(train(2))
-    hook.close()
+    hook.hook.close()
     assert not (tmp_path / "a").exists()

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from tests.small import STEP, start
+from tests.small import STEP, Shown, start
 
 import stepfold as sf
 from stepfold.loop.hooks import progress as module
-from stepfold.loop.hooks.base import Event
+from stepfold.loop.hooks.events import Event
 from stepfold.loop.hooks.progress import progress
 
 BARS = ["tqdm", "rich"]
@@ -38,12 +38,18 @@ def printed(file):
 
 def lines(*events, step=0, total=40, **options):
     file = io.StringIO()
-    hook = progress("json", file=file, **options)
-    hook.open(step, total)
-    for event in events:
-        assert hook(event) is None
-    hook.close()
+    with_events(progress("json", file=file, **options), *events, step=step, total=total)
     return printed(file)
+
+
+def with_events(sink, *events, step=0, total=40):
+    """Show a sink the events of a run; return its last state."""
+    shown = Shown(sink)
+    shown.start(step, total)
+    for event in events:
+        shown(event)
+    sink.close()
+    return shown.state
 
 
 # The running average
@@ -60,6 +66,22 @@ def test_the_loss_is_a_running_average_over_about_so_many_steps():
 def test_nan_and_inf_do_not_enter_the_average(bad):
     assert [line["loss"] for line in lines(train(10, 2.0), train(20, bad))] == [2.0, 2.0]
     assert "loss" not in lines(train(10, bad))[0]
+
+
+def test_the_average_continues_after_a_resume_unless_it_is_of_another_metric():
+    file = io.StringIO()
+    make = lambda **options: Shown(progress("json", file=file, over=2, **options))
+    shown = make()
+    shown.start()
+    shown(train(1, 1.0))
+    saved = shown.save()
+    for average in ("train/loss", "train/accuracy"):
+        resumed = make(average=average)
+        resumed.resume(saved, 1)
+        resumed(train(2, 4.0, **{"train/accuracy": 0.25}))
+    _, loss, accuracy = printed(file)
+    assert loss["loss"] == pytest.approx((0.25 * 1 + 0.5 * 4) / 0.75)
+    assert accuracy["accuracy"] == pytest.approx(0.25)
 
 
 # Lines of JSON
@@ -101,12 +123,12 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("kind", BARS)
 def test_a_bar_shows_step_total_rate_and_values_and_keeps_older_values(kind, clock):
-    hook = progress(kind, file=(terminal := Terminal()), over=1)
-    hook.open(5, 20)
-    hook(train(10, 0.123456, 20, time=1.0, **{"eval/loss": 2.0}))
+    shown = Shown(progress(kind, file=(terminal := Terminal()), over=1))
+    shown.start(5, 20)
+    shown(train(10, 0.123456, 20, time=1.0, **{"eval/loss": 2.0}))
     clock[0] += 1
-    hook(train(15, 0.5, 20, time=3.0))
-    hook.close()
+    shown(train(15, 0.5, 20, time=3.0))
+    shown.hook.close()
     seen = terminal.getvalue()
     for text in ("10/20", "15/20", "0.1235", "0.5", "step/s"):
         assert text in seen
@@ -116,13 +138,10 @@ def test_a_bar_shows_step_total_rate_and_values_and_keeps_older_values(kind, clo
 @pytest.mark.parametrize("kind", BARS)
 @pytest.mark.parametrize("total", [40, None])
 def test_a_bar_shows_evaluations_and_ends_at_the_last_step(kind, total):
-    hook = progress(kind, file=(terminal := Terminal()))
-    hook.open(0, total)
-    hook(train(10, 2.0, total, **{"train/accuracy": 0.5}))
-    hook(evaluation(10, total, **{"eval/loss": 0.75}))
-    for step in range(11, 41):  # faster than it is drawn
-        hook(train(step, 2.0, total))
-    hook.close()
+    first = train(10, 2.0, total, **{"train/accuracy": 0.5})
+    events = [first, evaluation(10, total, **{"eval/loss": 0.75})]
+    events += [train(step, 2.0, total) for step in range(11, 41)]  # faster than it is drawn
+    with_events(progress(kind, file=(terminal := Terminal())), *events, total=total)
     seen = terminal.getvalue()
     assert ("40/40" if total else "40") in seen
     assert "eval/loss" in seen
@@ -132,24 +151,21 @@ def test_a_bar_shows_evaluations_and_ends_at_the_last_step(kind, total):
 
 @pytest.mark.parametrize("kind", BARS)
 def test_without_a_terminal_a_bar_is_lines(kind, capsys):
-    hook = progress(kind, file=(file := io.StringIO()))
-    for each in (hook, progress(kind), progress("none")):
-        each.open(0, 40)
-        for step in (10, 20, 30):
-            each(train(step, 2.0))
-        each.close()
+    file = io.StringIO()
+    for each in (progress(kind, file=file), progress(kind), progress("none")):
+        state = with_events(each, *(train(step, 2.0) for step in (10, 20, 30)))
+        assert state["sum"] / state["weight"] == pytest.approx(2.0)
     lines = ["step 10 of 40  loss 2", "step 30 of 40  loss 2"]
     for text in (file.getvalue(), capsys.readouterr().err):
         assert [line[: len(lines[0])] for line in text.splitlines()] == lines
-    assert hook.get_state()["weight"] > 0
 
 
 @pytest.mark.parametrize("kind", BARS)
 def test_what_is_printed_meanwhile_goes_to_stdout(kind, capsys):
-    hook = progress(kind, file=(terminal := Terminal()))
-    hook.open(0, 10)
+    sink = progress(kind, file=(terminal := Terminal()))
+    sink.open(0, 10, 0)
     print("hello")
-    hook.close()
+    sink.close()
     assert capsys.readouterr().out == "hello\n"
     assert "hello" not in terminal.getvalue()
 
@@ -159,10 +175,8 @@ def test_a_notebook_without_ipywidgets_has_a_bar_too(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     for is_notebook in (True, False):
         shell.kernel = object() if is_notebook else None  # IPython in a terminal
-        hook = progress("tqdm", file=(file := io.StringIO()))
-        hook.open(0, 10)
-        hook(Event(5, 10, {"train/loss": 2.0}, None))
-        hook.close()
+        event = Event(5, 10, {"train/loss": 2.0}, None)
+        with_events(progress("tqdm", file=(file := io.StringIO())), event, total=10)
         assert ("5/10" in file.getvalue()) is is_notebook
 
 
@@ -178,15 +192,13 @@ def test_a_notebook_has_a_bar_although_it_is_not_a_terminal(monkeypatch):
 
     calls = []
     monkeypatch.setattr(auto, "tqdm", Widget)
-    hook = progress("tqdm", file=io.StringIO())
-    hook.open(3, 10)
-    hook.close()
+    with_events(progress("tqdm", file=io.StringIO()), step=3, total=10)
     assert calls[0]["initial"] == 3
     assert calls[1] == "closed"
 
 
 def test_lines_go_to_stdout_of_the_first_of_several_processes(capsys, monkeypatch):
-    progress("json")(train(10, 2.0))
+    with_events(progress("json"), train(10, 2.0))
     assert json.loads(capsys.readouterr().out)["loss"] == 2.0
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert lines(train(10, 2.0)) == []
@@ -212,7 +224,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(kind, monk
     ],
 )
 def test_arguments_are_checked(options, message):
-    assert (progress("json").provides, progress("json").can_stop) == ((), False)
     with pytest.raises(sf.ConfigError, match=message):
         progress(**{"kind": "json", **options})
 

@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.small import STEP, TX, masked_loss_fn, start
+from tests.small import STEP, TX, Shown, batches, masked_loss_fn, start
 
 import stepfold as sf
 from stepfold.loop.hooks import stop
-from stepfold.loop.hooks.base import Event, Stop
+from stepfold.loop.hooks.events import Event, GoBack, Nonfinite, Stop
 from stepfold.loop.hooks.stop import (
-    TimeLimit,
     roll_back_on_nonfinite,
     roll_back_on_spike,
     stop_early,
     stop_on_corruption,
     stop_on_nonfinite,
     stop_on_spike,
+    time_limit,
     watchdog,
 )
 
@@ -34,19 +34,21 @@ def evaluation(step, value, name="eval/loss", state=None):
 
 
 def test_every_hook_here_declares_what_it_may_do():
-    hooks = [
-        TimeLimit(1),
-        stop_on_nonfinite(),
-        stop_early("a", patience=1, mode="max"),
-        stop_on_spike(),
+    stops = [
+        (time_limit(1), None, [Stop]),
+        (stop_on_nonfinite(), None, [Stop, Nonfinite]),
+        (stop_on_corruption(), "train/corrupt", [Stop]),
+        (stop_on_spike(), "train/loss", [Stop]),
+        (roll_back_on_nonfinite(), None, [Stop, Nonfinite, GoBack]),
+        (roll_back_on_spike(), "train/loss", [Stop, GoBack]),
+        (stop_early("a", patience=1, mode="max"), "a", [Stop]),
     ]
-    assert all(hook.can_stop and hook.provides == () for hook in hooks)
-    assert [hook.metric for hook in hooks] == [None, None, "a", "train/loss"]
-    assert [hook.replaces_nonfinite_stop for hook in hooks] == [False, True, False, False]
-    assert (watchdog(60).provides, watchdog(60).can_stop) == ((), False)
-    assert roll_back_on_nonfinite()(train(1, {"train/loss": np.array([np.nan])})).limit == 3
+    for hook, metric, returns in stops:
+        assert (hook.metric, {*hook.returns}, hook.provides) == (metric, {*returns}, ())
+    request = Shown(roll_back_on_nonfinite())(train(1, {"train/loss": np.array([np.nan])}))
+    assert request.limit == 3
     for hook in (stop_on_nonfinite(), stop_on_spike(), stop_on_corruption()):
-        assert hook(evaluation(1, np.nan)) is None  # which they ignore
+        assert Shown(hook)(evaluation(1, np.nan)) is None  # which they ignore
 
 
 EARLY = {"metric": "eval/loss", "patience": 1}
@@ -56,7 +58,7 @@ EARLY = {"metric": "eval/loss", "patience": 1}
     ("make", "options", "message"),
     [
         *(
-            (TimeLimit, {"seconds": seconds}, "time_limit: expected seconds, a number of at least")
+            (time_limit, {"seconds": seconds}, "time_limit: expected seconds, a number of at least")
             for seconds in (-1, math.nan, "60", True)
         ),
         # It would never be seen, and the hook replaces the one that `fit` adds for the loss.
@@ -109,7 +111,7 @@ def test_a_metric_that_is_never_measured_is_refused(hook, message):
 def test_it_stops_when_the_time_is_over(monkeypatch):
     times = iter([100.0, 159.0, 160.0])
     monkeypatch.setattr(stop.time, "monotonic", lambda: next(times))
-    hook = TimeLimit(60)
+    hook = Shown(time_limit(60))
     assert hook(train(1)) is None
     assert hook(train(2)) == Stop("time_limit", "the time limit of 60 s was reached")
 
@@ -134,26 +136,31 @@ def test_the_first_step_of_any_metric_counts_and_those_without_weight_do_not():
     values["train/c"] = np.array([np.nan, 1, 1])
     weights = {"train/c": np.array([0.0, 1, 1])}
     event = Event(9, None, dict.fromkeys(values, np.nan), None, values, weights=weights)
-    hook = stop_on_nonfinite()
+    hook = Shown(stop_on_nonfinite())
     assert str(hook(event)) == "train/b is inf in step 8"
-    assert hook.found.before["train/a"] == 1
-    assert str(stop_on_nonfinite("train/a")(event)) == "train/a is nan in step 9"
+    assert found(hook).before["train/a"] == 1
+    assert str(Shown(stop_on_nonfinite("train/a"))(event)) == "train/a is nan in step 9"
     with_loss = event._replace(per_step={**values, "train/loss": np.ones(3)})
-    assert stop_on_nonfinite()(with_loss._replace(metrics={"train/loss": 1.0})) is None
+    assert Shown(stop_on_nonfinite())(with_loss._replace(metrics={"train/loss": 1.0})) is None
+
+
+def found(hook):
+    return hook.state["_found"]
 
 
 def test_it_keeps_the_first_such_step_of_a_run_and_its_metrics():
-    hook = stop_on_nonfinite()
+    hook = Shown(stop_on_nonfinite())
     values = {"train/loss": np.array([1.0, -np.inf, np.nan]), "train/hit": np.array([0.5, 0.25, 0])}
     reason = hook(train(9, values | {"train/many": np.ones((3, 2))}))
     assert reason == Stop("nonfinite", "train/loss is -inf in step 8")
     before = {"train/loss": 1.0, "train/hit": 0.5}
     wanted = (8, "train/loss", {"train/loss": -np.inf, "train/hit": 0.25}, before)
-    assert hook.found == wanted
+    assert found(hook) == wanted
     hook(train(12, values))
-    assert hook.found == wanted
-    hook.open(0, None)
-    assert hook.found is None
+    assert found(hook) == wanted
+    assert hook.save() == []  # a resume sees these steps again
+    hook.start()
+    assert found(hook) is None
 
 
 @pytest.mark.parametrize(
@@ -179,7 +186,7 @@ def test_a_run_stops_with_a_nan_but_not_with_a_masked_batch_or_a_skipped_step(
 
 
 def follow(hook, values, name="eval/loss", state=lambda step: None, first=1):
-    """Evaluate until the hook stops; return the step and the message."""
+    """Show values to a `Shown` hook until it stops; return the step and the message."""
     for step, value in enumerate(values, first):
         reason = hook(evaluation(step, value, name, state(step)))
         if reason:
@@ -204,31 +211,57 @@ def follow(hook, values, name="eval/loss", state=lambda step: None, first=1):
     ],
 )
 def test_it_stops_after_so_many_values_without_improvement(options, values, step):
-    stopped = follow(stop_early("eval/loss", **options), values)
+    stopped = follow(Shown(stop_early("eval/loss", **options)), values)
     assert (stopped and stopped[0]) == step
 
 
 def test_the_message_names_the_best_value_and_the_next_run_starts_afresh():
-    hook = stop_early("eval/accuracy", patience=2)
+    pure = stop_early("eval/accuracy", patience=2)
     for _ in range(2):
-        hook.open(0, None)
-        assert math.isnan(hook.best)
-        assert (hook.best_step, hook.best_state) == (-1, None)
+        hook = Shown(pure)
+        hook.start()
+        assert math.isnan(hook.state["best"])
+        assert hook.state["best_step"] == -1
         assert follow(hook, [0.5, 0.75, 0.75, 0.5], "eval/accuracy") == (
             4,
             "eval/accuracy has not become better than 0.75 for 2 evaluations, since step 2",
         )
-        assert (hook.best, hook.best_step, hook.best_state) == (0.75, 2, None)
-        hook.close()
-    assert follow(stop_early("eval/loss", patience=1), [1, 2, 3], "train/loss") is None
+        assert (hook.state["best"], hook.state["best_step"]) == (0.75, 2)
+        assert "_best_state" not in hook.state
+    other = Shown(stop_early("eval/loss", patience=1))
+    assert follow(other, [1, 2, 3], "train/loss") is None
+
+
+def test_a_resumed_run_counts_on_and_stops_at_once_for_a_reason_that_it_has():
+    hook = Shown(stop_early("eval/loss", patience=2))
+    follow(hook, [1.0, 2.0])
+    for more, patience in (([3.0], 2), ([3.0, 3.0], 3)):
+        resumed = Shown(stop_early("eval/loss", patience=patience))
+        assert resumed.resume(hook.save(), 2) is None
+        step, message = follow(resumed, more, first=3)
+        assert (step, message[-12:]) == (2 + len(more), "since step 1")
+        assert resumed.start(step).kind == "early_stop"
+    patient = Shown(stop_early("eval/loss", patience=4))
+    assert patient.resume(resumed.save(), 4) is None
+
+
+def test_two_runs_with_the_same_hook_do_not_share_its_state():
+    hook, values = stop_early("eval/loss", patience=2), iter([1, 2, 3, 1, 2, 3])
+    measure = sf.Evaluation(lambda state: {"loss": float(next(values))}, every=1)
+    for _ in range(2):
+        result = sf.fit(STEP, start(), batches(), steps=9, hooks=hook, evaluation=measure)
+        assert (result.steps, result.stop_reason.kind) == (3, "early_stop")
+        state = result.hooks["stop_early eval/loss"]
+        assert (state["best"], state["best_step"], state["num_worse"]) == (1.0, 1, 2)
 
 
 def test_it_keeps_a_copy_of_the_best_state_on_the_host_if_asked_to():
-    hook = stop_early("eval/loss", patience=3, keep_state=True)
+    hook = Shown(stop_early("eval/loss", patience=3, keep_state=True))
     keys = [jax.random.key(step) for step in range(4)]
     shown = [{"w": jnp.full(3, step), "half": jnp.bfloat16(step)} for step in range(4)]
     follow(hook, [3, 1, 2], state=lambda step: {**shown[step], "key": keys[step]})
-    best = hook.best_state
+    step, best = hook.state["_best_state"]
+    assert step == 2
     assert type(best["w"]) is type(best["half"]) is np.ndarray
     assert best["half"].dtype == jnp.bfloat16
     donate = jax.jit(lambda state: jax.tree.map(jnp.copy, state), donate_argnums=0)
@@ -236,6 +269,20 @@ def test_it_keeps_a_copy_of_the_best_state_on_the_host_if_asked_to():
     assert shown[2]["w"].is_deleted()  # the copy does not keep its buffer
     assert best["w"].tolist() == [2] * 3
     assert (jax.random.key_data(best["key"]) == jax.random.key_data(keys[2])).all()
+
+
+def test_the_best_state_stays_in_memory_where_a_run_goes_back_unless_it_is_obsolete():
+    hook = Shown(stop_early("eval/loss", patience=9, keep_state=True))
+    follow(hook, [3, 2], state=lambda step: {"w": np.array(step)})
+    saved = hook.save()
+    ((_, kept),) = saved
+    assert "_best_state" not in kept
+    follow(hook, [2.5], state=lambda step: {"w": np.array(step)}, first=3)
+    hook.resume(saved, 2)
+    assert hook.state["_best_state"] == (2, {"w": 2})
+    follow(hook, [1], state=lambda step: {"w": np.array(step)}, first=3)
+    hook.resume(saved, 2)  # before the best one
+    assert hook.state["_best_state"] is None
 
 
 # stop_on_spike
@@ -247,6 +294,7 @@ def losses(step, values):
 
 def feed(hook, values, chunk):
     """Feed values in intervals of `chunk` steps; return the first message."""
+    hook = Shown(hook)
     for end in range(chunk, len(values) + 1, chunk):
         reason = hook(losses(end, values[end - chunk : end]))
         if reason:
@@ -277,19 +325,31 @@ def test_a_flat_loss_may_move_by_a_tenth():
 
 
 def test_the_state_of_another_metric_is_not_restored():
-    hook = stop_on_spike(window=10)
+    hook = Shown(stop_on_spike(window=10, name="mine"))
     hook(losses(10, noise(10)))
     for metric, is_same in (("train/loss", True), ("train/norm", False)):
-        resumed = stop_on_spike(metric, window=10)
-        resumed.set_state(hook.get_state())
-        resumed.open(10, None)
+        resumed = Shown(stop_on_spike(metric, window=10, name="mine"))
+        resumed.resume(hook.save(), 10)
         assert bool(resumed(train(11, {metric: np.array([99.0])}))) is is_same
-    early, other = (stop_early(f"eval/{name}", patience=2) for name in ("loss", "accuracy"))
+    early, other = (
+        Shown(stop_early(f"eval/{name}", patience=2, name="mine")) for name in ("loss", "accuracy")
+    )
     follow(early, [0.5, 0.75])
-    other.set_state(early.get_state())
-    other.open(2, None)
+    other.resume(early.save(), 2)
     other(evaluation(3, 0.25, "eval/accuracy"))
-    assert (other.best, other.best_step) == (0.25, 3)
+    assert (other.state["best"], other.state["best_step"]) == (0.25, 3)
+
+
+def test_the_window_is_small_in_a_checkpoint_and_continues():
+    values = noise(60)
+    values[40] = 4.0
+    hook = Shown(stop_on_spike(window=10))
+    assert hook(losses(40, values[:40])) is None
+    saved = hook.save()
+    assert len(saved[0][1]["latest"]) == 10
+    resumed = Shown(stop_on_spike(window=10))
+    resumed.resume(saved, 40)
+    assert str(resumed(losses(60, values[40:]))).startswith("train/loss is 4 in step 41")
 
 
 # watchdog
@@ -319,15 +379,15 @@ def stuck_in_a_step():
 
 def test_all_stacks_are_dumped_and_the_run_continues(stacks):
     thread = threading.Thread(target=deep_in_the_data)
-    hook = watchdog(0.1, file=stacks)
-    hook.open(0, None)
+    hook = Shown(watchdog(0.1, file=stacks))
+    hook.start()
     for _ in range(6):  # silent while events come
         time.sleep(0.03)
         hook(EVENT)
     assert text_of(stacks) == ""
     thread.start()
     stuck_in_a_step()
-    hook.close()
+    hook.hook.close()
     thread.join()
     text = text_of(stacks)
     assert "Timeout (0:00:00.1" in text
@@ -340,8 +400,8 @@ def hang(aborts_after):
 
     from stepfold.loop.hooks.stop import watchdog
 
-    hook = watchdog(aborts_after, abort=True)
-    hook.open(0, 9)
+    sink = watchdog(aborts_after, abort=True)
+    sink.open(0, 9, 0)
     time.sleep(60)
 
 
@@ -353,9 +413,9 @@ def test_with_abort_the_process_exits(forks):
 
 def test_nothing_is_watched_before_the_run_nor_after_it(stacks):
     watchdog(0.05, file=stacks)
-    ended = watchdog(0.05, file=stacks)
+    ended = Shown(watchdog(0.05, file=stacks))
     ended(EVENT)
-    ended.close()
+    ended.hook.close()
     time.sleep(0.2)
     assert text_of(stacks) == ""
 
@@ -370,12 +430,12 @@ def corrupt(words, step):
 
 
 def test_it_names_the_first_corrupt_step_and_its_leaves():
-    hook = stop_on_corruption()
+    hook = Shown(stop_on_corruption())
     assert hook(corrupt([[0, 0]] * 4, 4)) is None
     reason = hook(corrupt([[0, 0], [1 << 3, 1 << 7], [0, 1], [0, 0]], 8))
     assert reason.kind == "corrupt"
     assert str(reason).startswith("step 6 was run twice, and 2 of 40 leaves differ: 03, 39; do not")
-    reason = stop_on_corruption()(corrupt([[2**32 - 1, 0]], 1))
+    reason = Shown(stop_on_corruption())(corrupt([[2**32 - 1, 0]], 1))
     assert "32 of 40 leaves differ: 00, 01, 02, 03, 04, 05, 06, 07, …; do not" in str(reason)
 
 
@@ -415,19 +475,19 @@ def test_a_corrupt_run_stops_in_the_right_step_and_is_not_saved(options, tmp_pat
 
 
 def test_the_metrics_of_the_step_before_may_be_in_the_event_before_or_unknown():
-    hook = stop_on_nonfinite()
+    hook = Shown(stop_on_nonfinite())
     hook(train(4, {"train/loss": np.array([1.0, 2.0])}))
     hook(train(6, {"train/loss": np.array([np.nan, 3.0])}))
-    assert (hook.found.step, hook.found.before) == (5, {"train/loss": 2.0})
-    hook.reset(0)
+    assert (found(hook).step, found(hook).before) == (5, {"train/loss": 2.0})
+    hook.start()
     hook(train(6, {"train/loss": np.array([np.nan, 3.0])}))
-    assert hook.found.before == {}
+    assert found(hook).before == {}
     # A metric that is new after a resume has no value in earlier steps.
     for bad, wanted in ((2, {"train/new": 8.0}), (1, {})):
         losses = np.ones(4)
         losses[bad] = np.nan
-        hook = stop_on_nonfinite()
+        hook = Shown(stop_on_nonfinite())
         hook(train(12, {"train/loss": losses, "train/new": np.array([8.0, 9.0])}))
-        found = dict(hook.found.metrics)
-        assert np.isnan(found.pop("train/loss"))
-        assert (hook.found.step, found) == (9 + bad, wanted)
+        metrics = dict(found(hook).metrics)
+        assert np.isnan(metrics.pop("train/loss"))
+        assert (found(hook).step, metrics) == (9 + bad, wanted)

@@ -5,6 +5,7 @@ import warnings
 
 import jax
 import pytest
+from tests.small import Shown
 
 import stepfold as sf
 from stepfold.loop.hooks import performance
@@ -37,8 +38,10 @@ class Others:
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(jax, "process_count", lambda: 3)
         monkeypatch.setattr(performance, "KeyValues", Values)
-        self.hook = sf.stragglers()
-        self.hook.open(0, None)
+        hook = sf.stragglers()
+        self._shown = Shown(hook)
+        hook.source.open(0, None)
+        self.values = hook.source._values
 
     def report(self, own, other, total=0.1, *, kind="train"):
         """Report the seconds in a step of this process, for data and hooks, and of another."""
@@ -46,9 +49,9 @@ class Others:
         self.now, self.step = self.now + steps * total, self.step + steps
         self.data, self.hooks = self.data + steps * own[0], self.hooks + steps * own[1]
         if other is not None:
-            self.hook._values["1"] = ["there", *other, total]
-        self.hook._values["2"] = ["elsewhere", 0.001, 0.0, total]
-        return self.hook(
+            self.values["1"] = ["there", *other, total]
+        self.values["2"] = ["elsewhere", 0.001, 0.0, total]
+        return self._shown(
             sf.Event(
                 self.step, None, {}, None, kind=kind,
                 data_wait_seconds=self.data, hook_seconds=self.hooks,
@@ -60,7 +63,7 @@ class Others:
 def others(monkeypatch):
     others = Others(monkeypatch)
     assert others.report((0, 0), (0, 0)) is None  # compiles
-    others.hook._values["0"] = ["here", 0.0, 0.0, 0.1]
+    others.values["0"] = ["here", 0.0, 0.0, 0.1]
     return others
 
 
@@ -105,7 +108,7 @@ def test_evaluations_do_not_count(others):
     for _ in range(2):
         metrics = others.report((0.001, 0), (0.001, 0))
     assert metrics["throughput/slowest_ratio"] == 1
-    del others.hook._values["0"]  # without the report of a process there is nothing to compare
+    del others.values["0"]  # without the report of a process there is nothing to compare
     assert others.report((0.001, 0), (0.09, 0)) is None
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import stepfold as sf
-from stepfold.loop.hooks.base import Event
+from stepfold.loop.hooks.base import as_hook
+from stepfold.loop.hooks.events import Event
 from stepfold.loop.hooks.weights import weight_statistics
 
 
@@ -33,10 +34,13 @@ class Memory:
 
 
 def test_what_is_declared_and_chosen():
-    hook = weight_statistics(r"layers/\d+/kernel", name="norms")
-    assert (weight_statistics().provides, hook.provides) == (("weights/",), ("norms/",))
-    assert (hook.can_stop, hook.needs_exact_state) == (False, False)
-    statistics = hook(event(make_params()))
+    measure = weight_statistics(r"layers/\d+/kernel", name="norms")
+    hook = as_hook(measure)
+    assert (as_hook(weight_statistics()).provides, hook.provides) == (("weights/",), ("norms/",))
+    assert (hook.name, hook.returns, hook.exact) == ("weight_statistics", [], False)
+    measure.needs_exact_state = True
+    assert as_hook(measure).exact
+    statistics = measure(event(make_params()))
     assert len(statistics) == 8
     assert all(name.startswith("norms/layers/") for name in statistics)
 

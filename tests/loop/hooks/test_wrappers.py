@@ -1,20 +1,17 @@
 """Hooks around another hook, and callbacks at the ends of epochs."""
 
-import copy
-import json
-import pickle
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.small import STEP, start
+from tests.small import STEP, Shown, start
 
 import stepfold as sf
-from stepfold.loop.hooks.base import BaseHook, Event, HookDispatcher, Stop
-from stepfold.loop.hooks.stop import TimeLimit, stop_early, stop_on_nonfinite
-from stepfold.loop.hooks.wrappers import HookWrapper, callback, every, only_warn
+from stepfold.loop.hooks.base import Hook
+from stepfold.loop.hooks.events import Event, GoBack, Nonfinite, Replace, Stop
+from stepfold.loop.hooks.stop import stop_early, stop_on_nonfinite, time_limit
+from stepfold.loop.hooks.wrappers import callback, every, only_warn
 
 
 def event(step=7):
@@ -22,91 +19,92 @@ def event(step=7):
 
 
 class Recorder:
+    """An object with effects and a state: the steps that it has seen."""
+
     def __init__(self):
-        self.calls = []
+        self.steps, self.effects = [], []
 
     def __call__(self, event):
-        self.calls.append(event.step)
+        self.steps.append(event.step)
 
     def open(self, step, total):
-        self.calls.append(("open", step, total))
+        self.effects.append(("open", step, total))
 
     def flush(self):
-        self.calls.append("flush")
+        self.effects.append("flush")
 
     def close(self):
-        self.calls.append("close")
+        self.effects.append("close")
 
     def get_state(self):
-        return {"calls": list(self.calls)}
+        return [*self.steps]
 
     def set_state(self, state):
-        self.calls = state["calls"]
+        self.steps = [*state]
 
 
-WRAPPERS = [HookWrapper, only_warn, lambda hook: every(1, hook)]
-
-
-# HookWrapper
+WRAPPERS = [only_warn, lambda hook: every(1, hook)]
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
-def test_everything_that_fit_calls_reaches_the_inner_hook(wrap):
+def test_the_effects_of_a_wrapped_object_are_those_of_the_object(wrap, tmp_path):
     inner = Recorder()
-    hook = wrap(inner)
-    hook.open(3, 10)
-    hook(event())
-    hook.flush()
-    hook.close()
-    assert inner.calls == [("open", 3, 10), 7, "flush", "close"]
-    other = Recorder()
-    wrap(other).set_state(json.loads(json.dumps(hook.get_state())))
-    assert other.calls == [["open", 3, 10], 7, "flush", "close"]
-    plain = HookDispatcher([wrap(lambda event: None)])  # has none of these methods
-    plain.set_state(plain.get_state())
-    plain.open(0, None)
-    plain.flush()
+    sf.fit(
+        STEP, start(), sf.batches({"x": np.ones(24, np.float32)}, 4), steps=6, log_every=3,
+        hooks=wrap(inner), checkpoints=sf.Checkpoints(tmp_path, every=6),
+    )  # fmt: skip
+    assert inner.effects == [("open", 0, 6), "flush", "close"]
+    assert inner.steps == [3, 6]
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
-def test_declarations_are_those_of_the_inner_hook(wrap):
-    class Exact(BaseHook):
-        metric, provides = "eval/loss", ("norm/",)
-        needs_exact_state = replaces_nonfinite_stop = writes_metrics = True
+def test_the_state_of_a_wrapped_hook_is_saved_and_continues(wrap):
+    hook = Shown(wrap(Recorder()))
+    hook.start()
+    hook(event(7))
+    inner = Recorder()
+    resumed = Shown(wrap(inner))
+    resumed.resume(hook.save(), 7)
+    resumed(event(8))
+    assert inner.steps == [7, 8]
+    early = Shown(wrap(stop_early("eval/loss", patience=2)))
+    for step in (1, 2):
+        early(Event(step, None, {"eval/loss": 1.0}, None, kind="eval"))
+    resumed = Shown(wrap(stop_early("eval/loss", patience=2)))
+    resumed.resume(early.save(), 2)
+    state = resumed.state.get("hook", resumed.state)
+    assert (state["best"], state["best_step"], state["num_worse"]) == (1.0, 1, 1)
 
-    for inner in (Exact(), stop_on_nonfinite(), lambda event: None):
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_declarations_are_those_of_the_wrapped_hook(wrap):
+    update = lambda state, event: (state, None)
+    exact = Hook(0, update, "mine", (), True, "eval/loss", ("norm/",), (Stop, GoBack), ("eval",))
+    for inner in (exact, stop_on_nonfinite()):
         hook = wrap(wrap(inner))
-        for name in (*vars(BaseHook), "end_epoch", "found"):
-            if name.startswith("_") or name in ("can_stop", "still_stops", "open", "close"):
-                continue
-            if name in ("get_state", "set_state"):
-                assert hasattr(hook, name)
-            else:
-                assert hasattr(hook, name) == hasattr(inner, name), name
-                assert getattr(hook, name, None) == getattr(inner, name, None), name
+        names = "exact", "metric", "provides", "only"
+        assert [getattr(hook, name) for name in names] == [getattr(inner, name) for name in names]
+        assert hook.declares(Nonfinite) == inner.declares(Nonfinite)
+        assert "start" in hook.also or inner is exact
 
 
 def test_only_a_wrapper_that_warns_cannot_stop():
     hook = stop_on_nonfinite()
-    assert every(1, hook).can_stop
-    assert not hasattr(every(1, lambda event: None), "can_stop")
+    assert every(1, hook).may_return(Stop)
+    assert every(1, lambda event: None).may_return(Stop)
     for wrapped in (only_warn(hook), every(1, only_warn(hook)), only_warn(every(1, hook))):
-        assert not wrapped.can_stop
-        assert wrapped.replaces_nonfinite_stop
-    # A wrapper is named by itself and not by its hook.
-    state = HookDispatcher([every(1, event), only_warn(TimeLimit(9))]).get_state()
-    assert [name for name, _ in state] == ["every", "only_warn"]
+        assert not wrapped.may_return(Stop, GoBack, Replace)
+        assert wrapped.declares(Nonfinite)  # it stays the one of `fit`
+    assert not only_warn(lambda event: None).may_return(Stop)
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS)
-def test_the_state_of_a_hook_of_another_kind_is_not_given(wrap):
-    inner = stop_early("eval/loss", patience=1)
-    before = inner.get_state()
-    with pytest.warns(UserWarning, match="hooks: expected Recorder in .*, got stop_early, which"):
-        wrap(inner).set_state(wrap(Recorder()).get_state())
-    assert inner.get_state() == before
-    for other in (copy.deepcopy(wrap(inner)), pickle.loads(pickle.dumps(wrap(inner)))):
-        assert other.metric == "eval/loss"
+def test_a_wrapper_is_named_by_itself_and_its_hook():
+    early = stop_early("eval/loss", patience=1)
+    assert every(2, early).name == "every stop_early eval/loss"
+    assert only_warn(every(2, early)).name == "only_warn every stop_early eval/loss"
+    (hook := Shown(every(2, Recorder()))).start()
+    with pytest.warns(UserWarning, match="expected every Recorder, whose state is in the checkp"):
+        Shown(every(2, early)).resume(hook.save())
 
 
 @pytest.mark.parametrize("wrong", [None, 10, "stop", Recorder])
@@ -119,12 +117,19 @@ def test_what_is_not_a_hook_is_refused(wrong):
             wrap(callback(print))
 
 
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_sink_is_refused_with_what_to_do(wrap):
+    for sink in (sf.progress("none"), sf.watchdog(60)):
+        with pytest.raises(sf.ConfigError, match=r"expected a hook, .* sf.log_to has every=…"):
+            wrap(sink)
+
+
 # every
 
 
 def make_every(n):
     seen = []
-    return every(n, lambda event: seen.append(event.step)), seen
+    return Shown(every(n, lambda event: seen.append(event.step))), seen
 
 
 def steps_seen(hook, seen, *steps):
@@ -137,7 +142,7 @@ def test_the_first_event_at_or_after_each_multiple():
     steps = [10, 20, 30, 40, 50, 60, 100, 110]
     assert steps_seen(*make_every(25), *steps) == [30, 50, 100]
     kinds = []  # each kind of event counts alone
-    hook = every(10, lambda event: kinds.append((event.step, event.kind)))
+    hook = Shown(every(10, lambda event: kinds.append((event.step, event.kind))))
     for step in (5, 10, 15, 20):
         for kind in ("train", "eval", "train", "eval"):
             if kind == "train" or step != 10:
@@ -157,9 +162,11 @@ def test_a_resumed_run_counts_from_its_step(saved, step, then, wanted):
     hook, seen = make_every(100)
     if saved:
         other, _ = make_every(saved[0])
+        other.start()
         steps_seen(other, [], *saved[1:])
-        hook.set_state(other.get_state())
-    hook.open(step, None)
+        hook.resume(other.save(), step)
+    else:
+        hook.start(step)
     assert steps_seen(hook, seen, *then) == wanted
 
 
@@ -174,31 +181,41 @@ def test_every_needs_a_count(wrong):
 
 def test_a_hook_may_see_one_kind_of_event_alone():
     seen = []
-    hook = every(20, lambda event: seen.append((event.kind, event.step)), kind="eval")
+    hook = Shown(every(20, lambda event: seen.append((event.kind, event.step)), kind="eval"))
     for step in range(10, 101, 10):
         hook(Event(step, None, {}, None))
         if step % 30 == 0:
             hook(Event(step, None, {}, None, kind="eval"))
     assert seen == [("eval", 30), ("eval", 60), ("eval", 90)]
     with pytest.raises(sf.ConfigError, match="kind: expected 'train', or the name of an eval"):
-        every(20, hook, kind=3)
+        every(20, print, kind=3)
 
 
 @pytest.mark.parametrize(
-    "hook", [TimeLimit(0), lambda event: Stop("plateau", "flat"), lambda event: "flat"]
+    "hook", [time_limit(0), lambda event: Stop("plateau", "flat"), lambda event: "flat"]
 )
 def test_a_reason_becomes_a_warning(hook):
     with pytest.warns(UserWarning, match="^step 7: (the time limit of 0 s was reached|flat)$"):
-        assert only_warn(hook)(event()) is None
+        assert Shown(only_warn(hook))(event()) is None
 
 
 @pytest.mark.parametrize("returned", ["", Stop("hook", ""), None, {"a": 1}])
 def test_what_is_no_reason_passes(returned):
-    assert only_warn(lambda event: returned)(event()) == (
-        {"a": 1} if isinstance(returned, dict) else None
-    )
-    assert every(7, lambda event: returned)(event()) == returned
-    assert every(8, lambda event: returned)(event()) is None
+    hook = lambda event: returned
+    passed = {"a": 1} if isinstance(returned, dict) else None
+    assert Shown(only_warn(hook))(event()) == passed
+    assert Shown(every(7, hook))(event()) == returned
+    assert Shown(every(8, hook))(event()) is None
+
+
+def test_a_reason_that_a_resumed_run_has_is_no_new_warning(recwarn):
+    hook = Shown(only_warn(stop_early("eval/loss", patience=1)))
+    for step in (1, 2):
+        hook(Event(step, None, {"eval/loss": 1.0}, None, kind="eval"))
+    assert len(recwarn) == 1
+    resumed = Shown(only_warn(stop_early("eval/loss", patience=1)))
+    assert resumed.resume(hook.save(), 2) is None
+    assert len(recwarn) == 1
 
 
 # callback

@@ -37,9 +37,9 @@ def read_page(folder):
 def run(folder, events=(), stop=COMPLETED, first=0):
     """Use a writer as `fit` does."""
     writer = ReportWriter(folder, {})
-    writer.open(first, 20)
+    writer.open(first, 20, first)
     for step in events:
-        writer(sf.Event(step, 20, {}, None, data_wait_seconds=step / 1000))
+        writer.write(None, sf.Event(step, 20, {}, None, data_wait_seconds=step / 1000))
     writer.finish(20, stop)
 
 
@@ -114,10 +114,10 @@ def test_a_run_that_goes_back_does_not_write_while_its_thread_writes(tmp_path, m
 
     monkeypatch.setattr(report_writer, "write_run_info", slowly)
     writer = ReportWriter(tmp_path, {})
-    writer.open(0, 20)
+    writer.open(0, 20, 0)
     for step in range(1, 5):  # the thread writes its first page meanwhile
         writer.end_attempt(step, None)
-        writer.open(step, 20)
+        writer.open(step, 20, step)
     writer.finish(20, COMPLETED)
     assert overlaps
     assert not any(overlaps)
@@ -153,7 +153,7 @@ def test_pages_follow_a_running_run(tmp_path, monkeypatch):
 
 def test_the_page_of_a_running_run_reloads_itself(tmp_path):
     writer, until = ReportWriter(tmp_path, {}), time.monotonic() + 30
-    writer.open(0, 100)
+    writer.open(0, 100, 0)
     while not (tmp_path / "report.html").exists() and time.monotonic() < until:
         time.sleep(0.01)
     assert refreshes(read_page(tmp_path)) == ["2"]

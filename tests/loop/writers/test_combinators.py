@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.small import Shown
 
 import stepfold as sf
-from stepfold.loop.hooks.base import Event
+from stepfold.loop.hooks.events import Event
 from stepfold.loop.writers.base import Writer, console_writer
 from stepfold.loop.writers.combinators import async_writer, log_to, multi_writer
 from stepfold.loop.writers.jsonl import jsonl_writer
@@ -315,18 +316,19 @@ def evaluation(step):
 
 def test_log_to_writes_every_event_and_closes_the_writer():
     writer = Memory()
-    hook = log_to(writer)
-    hook.open(0, None)
+    shown = Shown(log_to(writer))
+    shown.start()
     for event in (train(10), train(20), evaluation(20)):
-        assert hook(event) is None
-    hook.close()
+        shown(event)
+    assert shown.save() == []
+    shown.hook.close()
     assert writer.rows == {10: {"train/loss": 10.0}, 20: {"train/loss": 20.0, "eval/loss": 20.0}}
     assert writer.calls == [("resume", 0), "flush", "close"]
 
 
 def test_every_thins_out_train_metrics_but_not_evaluations_or_the_last_step():
     writer = Memory()
-    hook = log_to(writer, every=25)
+    hook = Shown(log_to(writer, every=25))
     for step in range(10, 80, 10):
         hook(train(step, total=70))
         hook(evaluation(step))
@@ -334,7 +336,35 @@ def test_every_thins_out_train_metrics_but_not_evaluations_or_the_last_step():
     assert [step for step, row in writer.rows.items() if "eval/loss" in row] == [*range(10, 80, 10)]
 
 
-@pytest.mark.parametrize("call", [lambda hook: hook(train(20)), lambda hook: hook.close()])
+def test_every_continues_after_a_resume_unless_it_is_another_number():
+    for every, rows in ((25, [50]), (20, [40, 60])):
+        shown = Shown(log_to(Memory(), every=25))
+        shown.start()
+        shown(train(30))
+        resumed = Shown(log_to(writer := Memory(), every=every))
+        resumed.resume(shown.save(), 30)
+        for step in (35, 40, 50, 60):
+            resumed(train(step))
+        assert [*writer.rows] == rows
+
+
+def test_the_last_interval_is_written_at_the_end_unless_the_run_went_back_since():
+    shown = Shown(log_to(writer := Memory(), every=25))
+    shown.start()
+    for step in (10, 30):
+        shown(train(step))
+    saved = shown.save()
+    shown(train(40))
+    assert shown.hook.end(shown.state)["_skipped"] is None
+    assert [*writer.rows] == [30, 40]
+    shown.resume(saved, 30)
+    shown.hook.end(shown.state)
+    assert [*writer.rows] == [30]
+
+
+@pytest.mark.parametrize(
+    "call", [lambda hook: Shown(hook)(train(20)), lambda hook: hook.close()], ids=["write", "close"]
+)
 def test_an_error_of_a_flush_is_raised_later(call):
     class Full(Memory):
         full = True
@@ -375,7 +405,7 @@ def test_other_writers_are_not_called_by_two_threads_at_once():
     flushing = threading.Thread(target=lambda: [hook.flush() for _ in range(50)])
     flushing.start()
     for step in range(50):
-        hook(train(step))
+        hook.write(None, train(step))
     flushing.join()
     assert writer.clashes == 0
 
@@ -384,10 +414,10 @@ def test_other_writers_are_not_called_by_two_threads_at_once():
 def test_the_first_process_writes_or_all_do(monkeypatch, everywhere, rows):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     writer = Memory()
-    hook = log_to(writer, everywhere=everywhere)
-    hook.open(0, None)
-    hook(train(10))
-    hook.flush()
-    hook.close()
+    shown = Shown(log_to(writer, everywhere=everywhere))
+    shown.start()
+    shown(train(10))
+    shown.hook.flush()
+    shown.hook.close()
     assert list(writer.rows) == rows
     assert bool(writer.calls) is everywhere

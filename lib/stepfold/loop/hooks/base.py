@@ -1,11 +1,11 @@
-"""Events, reasons to stop, and the dispatch of hooks."""
+"""What `fit` takes as hooks: pure hooks, sinks, and objects; and how it calls them."""
 
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from typing import Any, NamedTuple
 
 import jax
@@ -16,208 +16,166 @@ from stepfold import tree
 from stepfold.core.state import step_of
 from stepfold.core.validation import as_integer, read_integer
 from stepfold.errors import TreeMismatchError, refuse, warn
+from stepfold.loop.hooks.events import (
+    Event,
+    EventMetrics,
+    GoBack,
+    HookRequest,
+    Nonfinite,
+    Replace,
+    Returned,
+    Reweight,
+    Stop,
+)
 from stepfold.loop.metrics import metric_values
 
-
-class Stop(NamedTuple):
-    """Why a run stops: `kind` is a short name for programs, `message` a sentence for people.
-
-    A string that a hook returns is short for `Stop("hook", string)`. The other kinds are
-    `completed` (all steps are done), `exhausted` (the batches ended), `already_completed`,
-    `nonfinite`, `early_stop`, `spike`, `corrupt`, `time_limit`, `signal` and `error`.
-
-    >>> import stepfold as sf
-    >>> str(sf.Stop("plateau", "the loss is flat"))
-    'the loss is flat'
-    """
-
-    kind: str
-    message: str
-
-    def __str__(self) -> str:
-        return self.message
+EventHook = Callable[[Event], Returned]
+"""A function of an event, which is short for a `Hook` without a state."""
 
 
-class GoBack(NamedTuple):
-    """A request of a hook: restore an earlier checkpoint, skip some batches, and continue.
+class Hook(NamedTuple):
+    """A pure pair of a first state and an update, as an optimizer of optax is.
 
-    The run then has the bits and the history of one that has skipped these batches from the start.
-    It needs `checkpoints`, and batches with `without`, such as those of `sf.batches`. Later
-    checkpoints are deleted, writers with `resume` drop the metrics of later steps, and hooks
-    continue as after a resume. The skipped batches are noted next to the checkpoints, so that a
-    resume skips them too, in `run.json` and in the report. With several processes, all go back.
+    The state of a hook is part of the run: a checkpoint has it, and a run that resumes or goes back
+    continues with that of the checkpoint. So `update` must not keep anything elsewhere. A plain
+    function of an event is a hook without a state. `from_object` makes a hook of an object.
 
     Attributes:
-      skip: the steps whose batches to skip, a half-open pair (first, stop) of numbers as in
-        `Event.step`; or a number n, for the last n steps up to the event.
-      to: the latest step to go back to; None for the newest checkpoint before those steps.
-      why: a sentence for people.
-      limit: how often a run goes back before it stops with the reason instead.
+      init: the first state: what JSON can hold, with numpy arrays in it. In a dict, the values of
+        keys that begin with an underscore stay in memory: no checkpoint has them, and they survive
+        when a run goes back. Drop what is obsolete at the event `"start"`.
+      update: a function `(state, event)` that returns the next state and a `Returned`: None, a
+        reason to stop, a request, or numbers by name.
+      name: the key of the state in a checkpoint; by default the name of the function.
+      also: further kinds of events to see, of `"start"` and `"epoch"`. A hook that stops a run
+        because of its state sees `"start"`, so that a resumed run does not train until the next
+        event.
+      exact: whether `event.state` has to be that of `event.step` at a log point. Each log point
+        then waits for the device before the next step is dispatched.
+      metric: the metric that it watches; `fit` refuses a name that nothing measures.
+      provides: prefixes of the names of the numbers that it returns; None if unknown. A hook that
+        provides none is called after those that may, so it sees all numbers.
+      returns: the kinds of requests that it may return, such as `(Stop, GoBack)`; None if unknown.
+        With several processes, `Replace` and `Reweight` have to be listed. A hook with `Nonfinite`
+        replaces the one by which `fit` stops at a NaN.
+      only: the kinds of events with metrics to see, such as `("eval",)`; None for all. A kind that
+        a run does not have is refused.
+      source: the object that it was made of.
 
-    >>> import stepfold as sf
-    >>> def hook(event):
-    ...     if event.metrics.get("eval/loss", 0.0) > 10:
-    ...         return sf.GoBack(skip=100, why=f"eval/loss is too high at step {event.step}")
-    >>> hook(sf.Event(1000, None, {"eval/loss": 12.0}, state=None)).skip
-    100
+    >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
+    >>> def update(best, event):
+    ...     best = min(best, event.metrics["train/loss"])
+    ...     return best, {"best/loss": best}
+    >>> best_loss = sf.Hook(float("inf"), update, name="best_loss")
+    >>> step = sf.make_train_step(lambda p, x, key: sf.mean(p * x), tx := optax.sgd(0.0))
+    >>> state = sf.init_state(jnp.array(1.0), tx, jax.random.key(0))
+    >>> batches = [np.full(4, x, np.float32) for x in (3, 1, 2)]
+    >>> sf.fit(step, state, batches, hooks=best_loss, log_every=1).history["best/loss"]
+    [3.0, 1.0, 1.0]
     """
 
-    to: int | None = None
-    skip: int | tuple[int, int] = 1
-    why: str = "a hook let the run go back"
-    limit: int = 3
-
-
-class Replace(NamedTuple):
-    """A request of a hook: continue with another state, and say why.
-
-    For what is decided between two steps: reset dead units, prune weights, reduce a rate of
-    `optax.inject_hyperparams` when an evaluation does not improve. The new state has the structure,
-    shapes and dtypes of `event.state`, and its step. Later hooks see it. Checkpoints hold it, so a
-    resumed run has the same bits. `run.json` notes the step and the reason.
-
-    After an evaluation the state is exact. At a log point it may be of a later step, so the hook
-    needs `needs_exact_state = True` there. With several processes, the hook needs
-    `replaces_state = True`, and all processes have to return the same. The last evaluation of a run
-    that stops early comes after its state is saved, and replaces nothing.
-
-    >>> import jax, jax.numpy as jnp, optax, stepfold as sf
-    >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-    >>> def hook(event):
-    ...     if event.kind == "eval" and event.metrics["eval/loss"] > 2:
-    ...         opt_state = event.state.opt_state
-    ...         rates = {"learning_rate": 0.5 * opt_state.hyperparams["learning_rate"]}
-    ...         opt_state = opt_state._replace(hyperparams={**opt_state.hyperparams, **rates})
-    ...         return sf.Replace(event.state._replace(opt_state=opt_state), "eval/loss is high")
-    >>> state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
-    >>> event = sf.Event(100, None, {"eval/loss": 3.0}, state, kind="eval")
-    >>> float(hook(event).state.opt_state.hyperparams["learning_rate"])
-    0.05000000074505806
-    """
-
-    state: Any
-    why: str
-
-
-class Reweight(NamedTuple):
-    """A request of a hook: change the weights of the mixture that the batches are made of.
-
-    The batches have to be those of `sf.batches(sf.mix(…), …)`, prefetched or not. After an
-    evaluation, the next batch is the first with the new weights. At a log point it is later,
-    because metrics are read while later steps run: at the next log point, evaluation, save or end
-    of the run, or 10 or 16 batches later. It does not depend on `steps_per_call`, nor on where an
-    interrupted run resumes. The change is part of the position of the batches. So a resumed run has
-    it, and one that goes back to a checkpoint before it does not. `run.json` notes the step and the
-    reason.
-
-    With several processes, the hook needs `replaces_state = True`, as for a `Replace`, and all
-    processes have to return the same.
-
-    Attributes:
-      weights: the weights of all sources, by name or in their order; 0 leaves out a source.
-      why: a sentence for people.
-
-    >>> import stepfold as sf
-    >>> def hook(event):
-    ...     if event.metrics.get("train/loss/code", 9.0) < 1:
-    ...         return sf.Reweight({"web": 3, "code": 1}, "the loss of code is low")
-    >>> hook(sf.Event(100, None, {"train/loss/code": 0.5}, state=None)).weights
-    {'web': 3, 'code': 1}
-    """
-
-    weights: Any
-    why: str
-
-
-class Event(NamedTuple):
-    """What a hook sees at a log point and after an evaluation.
-
-    Attributes:
-      step, total: the number of steps done, and at the end of the run, or None if unknown.
-      metrics: numbers by name: `train/loss` over the steps since the last log point, `eval/loss`.
-        A hook cannot change them; it returns more numbers, under other names.
-      state: the state. At a log point it may be up to 19 steps ahead, because metrics are read
-        while later steps run; a hook with `needs_exact_state = True` gets the state of `step`.
-        Its containers are the event's own, so that writing into them does not change the training;
-        return a `Replace` for that.
-      per_step: the train metrics of each step since the last log point; empty for an evaluation.
-      batch: the last batch that was pulled, as the step got it; None before the first one.
-      data_wait_seconds: the seconds spent waiting for batches since `fit` was called, up to `step`.
-      hook_seconds: those spent in hooks, measured for hooks with `needs_hook_seconds = True`.
-      weights: the weights of `per_step`; 0 for a skipped step, whose value is NaN.
-      time: when the step was done, on the clock of `time.perf_counter`, or None.
-      kind: `"train"`, or the name of the evaluation.
-      is_late: whether it is an evaluation of an earlier step, which another process has made. The
-        state is then that of the step at which its result arrived.
-
-    >>> import stepfold as sf
-    >>> sf.Event(100, None, {"eval/loss": 12.0}, state=None, kind="eval")
-    Event('eval', step=100, total=None, metrics={eval/loss: 12})
-    """
-
-    step: int
-    total: int | None
-    metrics: Mapping[str, float]
-    state: Any
-    per_step: Mapping[str, np.ndarray] = {}
-    batch: Any = None
-    data_wait_seconds: float = 0.0
-    weights: Mapping[str, np.ndarray] = {}
-    time: float | None = None
-    kind: str = "train"
-    hook_seconds: float = 0.0
-    is_late: bool = False
-
-    @property
-    def is_train(self) -> bool:
-        return self.kind == "train"
+    init: Any
+    update: Callable[[Any, Event], tuple[Any, Returned]]
+    name: str = ""
+    also: Sequence[str] = ()
+    exact: bool = False
+    metric: str | None = None
+    provides: Sequence[str] | None = None
+    returns: Sequence[type] | None = None
+    only: Sequence[str] | None = None
+    source: Any = None
 
     def __repr__(self) -> str:
-        metrics = ", ".join(f"{name}: {value:.4g}" for name, value in self.metrics.items())
-        return f"Event({self.kind!r}, step={self.step}, total={self.total}, metrics={{{metrics}}})"
+        return f"Hook({self.name!r})"
+
+    def may_return(self, *kinds: type) -> bool:
+        """Whether it may return a request of one of the kinds; True if that is unknown."""
+        return self.returns is None or any(kind in self.returns for kind in kinds)
+
+    def declares(self, *kinds: type) -> bool:
+        """Whether it says that it returns a request of one of the kinds."""
+        return any(kind in (self.returns or ()) for kind in kinds)
+
+    @property
+    def label(self) -> str:
+        """The name of its function or class, for messages."""
+        if self.source is not None:
+            return hook_name(self.source)
+        return self.name.removesuffix(f" {self.metric}")
 
 
-class EventMetrics(dict[str, float]):
-    """The metrics of an event, which hooks, history and files share; a copy is a plain dict."""
+class Sink:
+    """Base class of what has effects and changes nothing of a run: writers, progress, files.
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        advice = "return {name: number} from the hook to add numbers, or change dict(event.metrics)"
-        refuse("event.metrics", "the numbers that were measured", "a change of them", advice)
+    Sinks get each event after all hooks, with their numbers, in order. The state of a sink is part
+    of the run, like that of a `Hook`.
 
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+    Attributes:
+      name: the key of its state in a checkpoint; by default the name of the class.
+      init: its first state.
+      shows_progress: whether it shows the progress of a run, so that `fit` does not.
+      writes_metrics: whether it writes `metrics.jsonl`, so that `fit` does not.
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+    >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
+    >>> class Count(sf.Sink):
+    ...     init = 0
+    ...     def write(self, count, event):
+    ...         print(f"event {count + 1}: train/loss {event.metrics['train/loss']:g}")
+    ...         return count + 1
+    >>> step = sf.make_train_step(lambda p, x, key: sf.mean(p * x), tx := optax.sgd(0.0))
+    >>> state = sf.init_state(jnp.array(1.0), tx, jax.random.key(0))
+    >>> batches = [np.full(4, x, np.float32) for x in (3, 1)]
+    >>> result = sf.fit(step, state, batches, hooks=Count(), log_every=1)
+    event 1: train/loss 3
+    event 2: train/loss 1
+    >>> result.hooks["Count"]
+    2
+    """
 
+    name: str = ""
+    init: Any = None
+    shows_progress: bool = False
+    writes_metrics: bool = False
 
-Returned = str | Stop | GoBack | Replace | Reweight | Mapping[str, Any] | None
-"""What a hook may return: a reason to stop, a request, or numbers by name."""
+    def open(self, step: int, total: int | None, seen: int) -> None:
+        """Prepare for a run that begins after `step`; called again if it goes back.
 
-Hook = Callable[[Event], Returned]
-"""A function that may also have attributes of `BaseHook`."""
+        `seen` is the step of the last event that the sink has received. Drop what was written for
+        later ones, since they come again.
+        """
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write the config of a run, values by path; called once, after `open`."""
+
+    def write(self, state: Any, event: Event) -> Any:  # noqa: ARG002
+        """Write an event, and return the next state."""
+        return state
+
+    def end(self, state: Any) -> Any:
+        """Act on the last train metrics of a run that is not interrupted, before it evaluates."""
+        return state
+
+    def flush(self) -> None:
+        """Make what was written durable; called in a thread before a checkpoint commits."""
+
+    def close(self) -> None:
+        """Release resources; called once, however the run ends."""
 
 
 class BaseHook:
-    """Defaults for hooks with a state, or that declare what they need; to inherit is optional.
+    """Defaults for objects that are called with events; to inherit is optional.
 
-    Any callable with some of these attributes and methods is a hook too. A hook may also have a
-    method `end_epoch(epoch)`. Each run calls `reset`, unless `set_state` was called before.
+    `fit` makes a `Hook` of an object by `from_object`. `get_state` and `set_state` say what is its
+    state. The other methods have effects, as those of a `Sink`, and it may have `end_epoch(epoch)`.
 
     Attributes:
-      name: the key of its state, for two hooks of a class with one `metric`.
-      metric: the metric it watches; `fit` refuses a name that nothing measures.
-      provides: prefixes of the names of the numbers it returns; None if unknown. A hook that
-        provides none is called after those that may, so it sees all numbers.
-      can_stop: whether it may return a reason to stop.
-      goes_back: whether it returns `GoBack`; `fit` then checks that the run can go back.
-      replaces_state: whether it returns `Replace` or `Reweight`; needed with several processes.
-      needs_exact_state: whether `event.state` has to be that of `event.step`. Each log point then
-        waits for the device before the next step is dispatched.
-      needs_hook_seconds: whether it reads `event.hook_seconds`.
+      name, metric, provides: those of a `Hook`.
+      can_stop, goes_back, replaces_state: whether it may return a reason to stop, a `GoBack`, or a
+        `Replace` or `Reweight`, as `returns` of a `Hook` says.
+      needs_exact_state: `exact` of a `Hook`.
       replaces_nonfinite_stop: whether `fit` leaves out its own `stop_on_nonfinite`.
-      shows_progress: whether it shows the progress of a run, so that `fit` does not.
-      writes_metrics: whether it writes `metrics.jsonl`, so that `fit` does not.
-      run_state: the names of attributes that a checkpoint keeps, with JSON values.
+      shows_progress, writes_metrics: those of a `Sink`.
+      run_state: the names of attributes that are its state, with JSON values.
       state_key: the names of attributes that must be unchanged for a state to be restored.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
@@ -242,87 +200,172 @@ class BaseHook:
     goes_back: bool = False
     replaces_state: bool = False
     needs_exact_state: bool = False
-    needs_hook_seconds: bool = False
     replaces_nonfinite_stop: bool = False
     shows_progress: bool = False
     writes_metrics: bool = False
     run_state: Sequence[str] = ()
     state_key: Sequence[str] = ()
-    _stays = False
 
     def __call__(self, event: Event) -> Returned:
         raise NotImplementedError
-
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write the config of a run, values by path; called once, after `open`."""
 
     def reset(self, step: int) -> None:
         """Initialize all that belongs to one run, which begins after `step`."""
 
     def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
-        """Prepare for a run that begins after `step`; called after `set_state`."""
-        if not self._stays:
-            self.reset(step)
-        self._stays = False
-
-    def rewind(self, step: int) -> None:
-        """Drop what was written for events after `step`, since they come again.
-
-        Called after `open` if a run resumes from a checkpoint with metrics that no hook has seen:
-        those of an open interval, or of a log point before the checkpoint.
-        """
-
-    def still_stops(self) -> Stop | None:
-        """Return why its state stops the run before any event, or None; called after `open`.
-
-        A run that the hook has stopped then does not train until the next event when it is resumed.
-        """
-        return None
-
-    def end_run(self) -> None:
-        """Act on the last train metrics of a run that is not interrupted, before it evaluates."""
-
-    def flush(self) -> None:
-        """Make what was written durable; called in a thread before a checkpoint commits."""
-
-    def close(self) -> None:
-        """Release resources; called once, however the run ends."""
-        self._stays = False
+        """Prepare for a run that begins after `step`; `set_state` is called after it."""
+        self.reset(step)
 
     def get_state(self) -> Any:
-        """Return what a checkpoint has to keep, JSON with numpy arrays in it, or None.
+        """Return its state: what JSON can hold, with numpy arrays in it; None if it has none.
 
-        It is called at every event, so large arrays are better kept by the batches.
+        It is called after each event, so large arrays are better kept by the batches.
         """
         names = (*self.state_key, *self.run_state)
         return {name.lstrip("_"): copy(getattr(self, name)) for name in names} or None
 
     def set_state(self, state: Any) -> None:
-        """Continue from what `get_state` returned; called only when a run is resumed."""
+        """Continue from what `get_state` has returned."""
         names = (name.lstrip("_") for name in (*self.state_key, *self.run_state))
         if not has_state_of(self, state, *names):
             return
         if all(state[name.lstrip("_")] == getattr(self, name) for name in self.state_key):
-            self.reset(0)
             vars(self).update({name: copy(state[name.lstrip("_")]) for name in self.run_state})
-            self._stays = True
 
 
-def may_stop(hook: Hook) -> bool:
-    """Whether a hook may stop a run; True if it does not declare `can_stop`."""
-    return bool(getattr(hook, "can_stop", True))
+AnyHook = Hook | Sink | EventHook
+"""What `fit` takes as a hook; also parts of a run."""
+
+_WITHOUT_METRICS = "start", "epoch"  # kinds of events that hooks have to ask for
 
 
-def hook_name(hook: Hook) -> str:
+class _Fresh:
+    """The state of an object that was just opened."""
+
+    def __deepcopy__(self, _: Any) -> "_Fresh":
+        return self
+
+
+_FRESH = _Fresh()
+
+
+def from_object(hook: Any, name: str | None = None) -> Hook:
+    """Make a `Hook` of an object that is called with events, such as one with a mutable state.
+
+    Its state is what `get_state` returns after each event. `set_state` is called where the run
+    continues from another state than that: after a resume, or if it goes back. Its other methods
+    have effects, as those of a `Sink`; `fit` calls them too.
+
+    Args:
+      hook: a callable of an event, with any of the attributes and methods of `BaseHook`.
+      name: the key of its state in a checkpoint; by default its attribute `name`, or its function
+        or class and the `metric` that it watches.
+
+    >>> class Count:
+    ...     n = 0
+    ...     def __call__(self, event):
+    ...         self.n += 1
+    ...     def get_state(self):
+    ...         return self.n
+    ...     def set_state(self, state):
+    ...         self.n = state
+    >>> import stepfold as sf
+    >>> hook, event = sf.hooks.from_object(Count()), sf.Event(10, None, {}, None)
+    >>> hook.update(4, event), hook.name
+    ((5, None), 'Count')
+    """
+    last: list[Any] = [_FRESH]
+    has_state = callable(getattr(hook, "get_state", None))
+
+    def update(state: Any, event: Event) -> tuple[Any, Returned]:
+        is_opened = event.kind == "start"  # then it may have been reset
+        if state is not _FRESH and (is_opened or state is not last[0]):
+            call_optional(hook, "set_state", state)
+        returned = None
+        if is_opened:
+            returned = call_optional(hook, "still_stops")
+        elif event.kind == "epoch":
+            call_optional(hook, "end_epoch", event.epoch)
+        else:
+            returned = hook(event)
+        last[0] = hook.get_state() if has_state else None
+        return last[0], returned
+
+    kinds = {
+        "start": has_state or hasattr(hook, "still_stops"),
+        "epoch": hasattr(hook, "end_epoch"),
+    }
+    return Hook(
+        init=_FRESH if has_state else None,
+        update=update,
+        name=hook_key(hook) if name is None else name,
+        also=[kind for kind, is_wanted in kinds.items() if is_wanted],
+        exact=bool(getattr(hook, "needs_exact_state", False)),
+        metric=getattr(hook, "metric", None),
+        provides=getattr(hook, "provides", None),
+        returns=_declared_returns(hook),
+        source=hook,
+    )
+
+
+def _declared_returns(hook: Any) -> Sequence[type] | None:
+    """Return the kinds of requests that the attributes of an object declare."""
+    names = "can_stop", "goes_back", "replaces_state", "replaces_nonfinite_stop"
+    stops, goes_back, replaces, handles = (getattr(hook, name, None) for name in names)
+    if not any((goes_back, replaces, handles)) and stops is None:
+        return None
+    returns: list[type] = [] if stops is False else [Stop]
+    returns += [GoBack] if goes_back else []
+    returns += [Replace, Reweight] if replaces else []
+    return [*returns, *([Nonfinite] if handles else [])]
+
+
+def as_hook(hook: Any) -> Hook:
+    """Return a `Hook` of a function of an event, of an object, or of a `Hook`."""
+    if not isinstance(hook, Hook):
+        return from_object(hook)
+    if isinstance(hook.also, str) or not {*hook.also} <= {*_WITHOUT_METRICS}:
+        refuse("Hook: also", "some of ('start', 'epoch')", repr(hook.also))
+    return hook if hook.name else hook._replace(name=hook_name(hook.update))
+
+
+class ObjectEffects(Sink):
+    """The effects of an object that `from_object` has made a hook of."""
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.name = source, f"effects of {hook_key(source)}"
+        self.shows_progress = bool(getattr(source, "shows_progress", False))
+        self.writes_metrics = bool(getattr(source, "writes_metrics", False))
+
+    def open(self, step: int, total: int | None, seen: int) -> None:
+        call_optional(self.source, "open", step, total)
+        if seen < step:
+            call_optional(self.source, "rewind", seen)
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        call_optional(self.source, "write_config", config)
+
+    def end(self, state: Any) -> Any:
+        call_optional(self.source, "end_run")
+        return state
+
+    def flush(self) -> None:
+        call_optional(self.source, "flush")
+
+    def close(self) -> None:
+        call_optional(self.source, "close")
+
+
+def hook_name(hook: Any) -> str:
     """Name a hook by its function or class."""
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
-def hook_key(hook: Hook) -> str:
-    """Return the key of a hook's state in a checkpoint.
+def hook_key(hook: Any) -> str:
+    """Return the key of an object's state in a checkpoint.
 
-    It is the hook's `name` if it has one, and otherwise its function or class and its `metric`. It
-    does not depend on the other hooks.
+    It is its `name` if it has one, and otherwise its function or class and its `metric`. It does
+    not depend on the other hooks.
     """
     if isinstance(name := getattr(hook, "name", None), str):
         return name
@@ -330,19 +373,16 @@ def hook_key(hook: Hook) -> str:
     return f"{hook_name(hook)} {watched}" if isinstance(watched, str) else hook_name(hook)
 
 
-def has_state_of(hook: Hook, state: Any, *names: str) -> bool:
+def has_state_of(hook: Any, state: Any, *names: str) -> bool:
     """Whether a saved state has these names; if not, warn that it is of another hook."""
     if isinstance(state, Mapping) and state.keys() >= {*names}:
         return True
-    warn(
-        f"hooks: expected the state of {hook_name(hook)} {hook_key(hook)}, got that of another "
-        "hook of this name in the checkpoint; it starts afresh: give it another name"
-    )
+    _warn_of_other(hook_key(hook))
     return False
 
 
 def call_optional(owner: Any, method: str, *args: Any) -> Any:
-    """Call a method of a hook or writer, if it has one of that name."""
+    """Call a method of an object, if it has one of that name."""
     return getattr(owner, method)(*args) if hasattr(owner, method) else None
 
 
@@ -358,24 +398,252 @@ class Stopwatch:
         self.counts = defaultdict[str, int](int)  # how often a part was measured
         self.ended_at: float | None = None  # on the clock of `time.perf_counter`
 
-    def add(self, part: str, start: float) -> float:
-        """Add the time since `start`, and return the present one."""
-        now = time.perf_counter()
-        self.seconds[part] += now - start
-        self.counts[part] += 1
-        return now
-
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.add(part, start)
+            self.seconds[part] += time.perf_counter() - start
+            self.counts[part] += 1
 
     def end(self) -> None:
         """Note the end of the loop; waiting for the last save and closing hooks follow."""
         self.ended_at = time.perf_counter()
+
+
+States = tuple[Any, ...]
+
+
+class Hooks:
+    """The hooks and sinks of a run: show them events, and check what hooks return.
+
+    Hooks that may return numbers come first, then those that declare that they return none, and
+    then the sinks.
+
+    Attributes:
+      seconds: the time spent in them so far.
+      wants_epochs, exact, replaces: what one of the hooks declares.
+    """
+
+    def __init__(
+        self,
+        hooks: Sequence[Hook],
+        sinks: Sequence[Sink] = (),
+        stopwatch: Stopwatch | None = None,
+        check: Callable[[Event], None] | None = None,
+    ) -> None:
+        """`check` is called with each event that all of them have seen."""
+        self.hooks, self.sinks, self.stopwatch = hooks, sinks, stopwatch or Stopwatch()
+        self._check = check
+        self._inits = [*(hook.init for hook in hooks), *(sink.init for sink in sinks)]
+        self.names = [*(hook.name for hook in hooks), *map(sink_name, sinks)]
+        self._parts = [f"hook {name.rpartition('.<locals>.')[2]}" for name in self.names]
+        provides_none = [hook.provides is not None and not hook.provides for hook in hooks]
+        self._order = sorted(range(len(hooks)), key=provides_none.__getitem__)
+        self.wants_epochs = any("epoch" in hook.also for hook in hooks)
+        self.exact = any(hook.exact for hook in hooks)
+        self.replaces = any(hook.declares(Replace, Reweight) for hook in hooks)
+        self.seconds = 0.0
+        self._measured = set[str]()  # the names of metrics
+        # By the name of a number: the last event and hook that returned it, and its value.
+        self._returned: dict[str, tuple[int, int, float]] = {}
+
+    @property
+    def init(self) -> States:
+        """Copies of the first states of the hooks, and of the sinks."""
+        return tuple(x if x is _FRESH else deepcopy(x) for x in self._inits)
+
+    # Sinks
+
+    def open(self, step: int, total: int | None, seen: int) -> None:
+        for sink in self.sinks:
+            sink.open(step, total, min(seen, step))
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.write_config(config)
+
+    def end(self, states: States) -> States:
+        """Return the states after the last train metrics of a run that is not interrupted."""
+        count, ends = len(self.hooks), [sink.end for sink in self.sinks]
+        return (*states[:count], *(end(s) for end, s in zip(ends, states[count:], strict=True)))
+
+    def flush(self) -> None:
+        for sink in self.sinks:
+            sink.flush()
+
+    # Events
+
+    def update(self, states: States, event: Event) -> tuple[States, Event, list[HookRequest]]:
+        """Return the next states, the event with the numbers of all hooks, and their requests."""
+        has_metrics, new = event.kind not in _WITHOUT_METRICS, [*states]
+        requests: dict[int, HookRequest] = {}
+        clock, seconds, parts = time.perf_counter, self.stopwatch.seconds, self._parts
+        began = start = clock()
+        if has_metrics:
+            event = self._begin(event)
+        index = 0
+        try:
+            for index in self._order:
+                hook = self.hooks[index]
+                kinds = hook.only if has_metrics else hook.also
+                if kinds is not None and event.kind not in kinds:
+                    continue
+                pair = hook.update(new[index], event)
+                if type(pair) is not tuple or len(pair) != 2:
+                    expected = "a pair of the next state and what the hook returns"
+                    refuse(f"{hook.label}: update", expected, tree.describe_value(pair))
+                new[index], returned = pair
+                now = clock()
+                seconds[parts[index]] += now - start
+                start = now
+                if returned is None:
+                    continue
+                if not has_metrics:
+                    _check_without_metrics(returned, event.kind, hook.label)
+                if isinstance(returned, Mapping):
+                    event = event._replace(metrics=self._add_numbers(event, returned, index))
+                elif (request := _check_request(returned, event, hook)) is not None:
+                    requests[index] = request
+                    if isinstance(request, Replace):
+                        event = event._replace(state=request.state)
+            for index, sink in enumerate(self.sinks if has_metrics else (), len(self.hooks)):
+                new[index] = sink.write(new[index], event)
+                now = clock()
+                seconds[parts[index]] += now - start
+                start = now
+        except BaseException:
+            seconds[parts[index]] += clock() - start
+            raise
+        if self._check is not None and has_metrics:
+            self._check(event)
+        self.seconds += start - began
+        return tuple(new), event, [requests[index] for index in sorted(requests)]
+
+    def _begin(self, event: Event) -> Event:
+        self._measured.update(event.metrics)
+        for name in self._returned.keys() & event.metrics.keys():
+            self._refuse_measured(self._returned[name][1], name)
+        if isinstance(event.metrics, EventMetrics):
+            return event
+        return event._replace(metrics=EventMetrics(event.metrics))
+
+    def _add_numbers(self, event: Event, returned: Mapping[str, Any], index: int) -> EventMetrics:
+        """Add what a hook returned to the metrics of an event, under new names."""
+        numbers = metric_values(returned)
+        for name, value in numbers.items():
+            if name in self._measured:
+                self._refuse_measured(index, name)
+            if name == "step":
+                expected = "names other than 'step', the name of the step in files"
+                refuse(self.hooks[index].label, expected, "'step'", "rename the number")
+            step, other, before = self._returned.get(name, (event.step, index, value))
+            is_same = value == before or (math.isnan(value) and math.isnan(before))
+            if step == event.step and other != index and not is_same:
+                names = " and ".join(self.hooks[i].label for i in (other, index))
+                got = f"{before:g} and {value:g} at step {step}"
+                refuse(f"hooks: {names}: {name}", "one number", got, "rename one of them")
+            self._returned[name] = event.step, index, value
+        return EventMetrics({**event.metrics, **numbers})
+
+    def _refuse_measured(self, index: int, name: str) -> None:
+        expected = "names of numbers that no step and no evaluation measures"
+        refuse(self.hooks[index].label, expected, repr(name), "rename the number")
+
+    # Checkpoints
+
+    def to_saved(self, states: States) -> list[Any]:
+        """Return what a checkpoint keeps: pairs of a name and a state."""
+        saved = []
+        for name, state, init in zip(self.names, states, self._inits, strict=True):
+            kept = _without_memory(state, init)
+            # A hook without a state has none at first either.
+            has_none = kept is None and (state is not None or init is None or init is _FRESH)
+            if not has_none and kept is not _FRESH:
+                saved.append([name, kept])
+        return saved
+
+    def from_saved(self, saved: Sequence[Any], before: States) -> States:
+        """Return the states of a checkpoint, and first ones for those that it does not have.
+
+        States of one name match in order. What `before` has in memory alone is kept.
+        """
+        known = {*self.names, "progress"}  # the default one may have given way to another
+        missing = dict.fromkeys(name for name, _ in saved if name not in known)
+        if missing:
+            warn(
+                f"hooks: expected {', '.join(missing)}, whose state is in the checkpoint, got no "
+                "such hook, and the state is dropped; a hook with another name or metric, or in a "
+                "wrapper, starts afresh"
+            )
+        inits = self._inits
+        states = [*inits]
+        for name in dict.fromkeys(name for name, _ in saved if name in self.names):
+            found = [state for other, state in saved if other == name]
+            indices = [index for index, own in enumerate(self.names) if own == name]
+            if len(indices) != len(found):
+                warn(
+                    f"hooks: expected {len(found)} {name}, as in the checkpoint, got "
+                    f"{len(indices)}; they start afresh: give each a name=…"
+                )
+                continue
+            for index, state in zip(indices, found, strict=True):
+                states[index] = _checked(name, state, states[index])
+        return tuple(map(_with_memory, states, before, inits))
+
+
+def sink_name(sink: Sink) -> str:
+    """Return the key of a sink's state in a checkpoint."""
+    return sink.name or type(sink).__qualname__
+
+
+def _checked(name: str, state: Any, init: Any) -> Any:
+    """Return a saved state, or the first one if it lacks a key of that."""
+    keys = [key for key in init if not _is_memory(key)] if isinstance(init, dict) else []
+    if not keys or state is None or (isinstance(state, dict) and state.keys() >= {*keys}):
+        return state
+    _warn_of_other(name)
+    return init
+
+
+def _warn_of_other(name: str) -> None:
+    warn(
+        f"hooks: expected the state of {name}, got that of another hook of this name in the "
+        "checkpoint; it starts afresh: give it another name"
+    )
+
+
+def _is_memory(key: Any) -> bool:
+    return str(key).startswith("_")
+
+
+def _has_memory(init: Any) -> bool:
+    """Whether a first state, or one in it as that of a wrapped hook, has keys in memory alone."""
+    is_dict = isinstance(init, dict)
+    return is_dict and any(_is_memory(key) or _has_memory(x) for key, x in init.items())
+
+
+def _without_memory(state: Any, init: Any) -> Any:
+    """Return a state without what stays in memory; None if nothing is left.
+
+    That of an object stays as it is.
+    """
+    if not isinstance(state, dict) or init is _FRESH:
+        return state
+    inner = {key: x for key, x in init.items() if _has_memory(x)} if isinstance(init, dict) else {}
+    kept = {key: x for key, x in state.items() if not _is_memory(key)}
+    kept |= {key: _without_memory(kept[key], x) for key, x in inner.items() if key in kept}
+    return kept if kept or not state else None
+
+
+def _with_memory(state: Any, before: Any, init: Any) -> Any:
+    """Return a state with what `before` has in memory alone."""
+    if not isinstance(state, dict) or not isinstance(before, dict) or init is _FRESH:
+        return state
+    inner = {key: x for key, x in init.items() if _has_memory(x)} if isinstance(init, dict) else {}
+    known = {key: _with_memory(state.get(key) or x, before.get(key), x) for key, x in inner.items()}
+    return {**state, **known, **{key: x for key, x in before.items() if _is_memory(key)}}
 
 
 def find_save_interval(saving: float, saves: int, rest: float, steps: int) -> int:
@@ -386,164 +654,34 @@ def find_save_interval(saving: float, saves: int, rest: float, steps: int) -> in
     return math.ceil(19 * saving / saves * steps / max(rest, 1e-6))
 
 
-class HookDispatcher:
-    """Call hooks that may return numbers, then those that declare that they return none.
-
-    A writer declares this by `provides = ()`, so it sees all numbers wherever it is in the list.
-    `opened` is called once, after the hooks are opened, and `check` with each event that all hooks
-    have seen.
-    """
-
-    def __init__(
-        self,
-        hooks: Sequence[Hook],
-        stopwatch: Stopwatch | None = None,
-        *,
-        opened: Callable[[], None] | None = None,
-        check: Callable[[Event], None] | None = None,
-    ) -> None:
-        self.hooks, self.stopwatch = hooks, stopwatch or Stopwatch()
-        self._opened, self._check = opened, check
-        self._keys = [hook_key(hook) for hook in hooks]
-        self._parts = [f"hook {key.rpartition('.<locals>.')[2]}" for key in self._keys]
-        provides_none = [getattr(hook, "provides", None) in ((), []) for hook in hooks]
-        self._order = sorted(range(len(hooks)), key=provides_none.__getitem__)
-        self.wants_epochs = any(hasattr(hook, "end_epoch") for hook in hooks)
-        self.needs_exact_state = any(getattr(h, "needs_exact_state", False) for h in hooks)
-        self.replaces_state = any(getattr(h, "replaces_state", False) for h in hooks)
-        self._is_timed = any(getattr(h, "needs_hook_seconds", False) for h in hooks)
-        self.seconds = 0.0  # spent in events and ends of epochs, if timed
-        self._measured = set[str]()  # the names of metrics
-        # By the name of a number: the last event and hook that returned it, and its value.
-        self._returned: dict[str, tuple[int, int, float]] = {}
-
-    def open(self, step: int, total: int | None, last_event: int | None = None) -> None:
-        """Open the hooks of a run that begins after `step`; `last_event` is the last they saw."""
-        for hook in self.hooks:
-            call_optional(hook, "open", step, total)
-            if last_event is not None and last_event < step:
-                call_optional(hook, "rewind", last_event)
-        opened, self._opened = self._opened, None  # once, even if the run goes back
-        if opened is not None:
-            opened()
-
-    def still_stops(self) -> Stop | None:
-        """Return why the state of a hook stops the run before any event, or None."""
-        reasons = (call_optional(hook, "still_stops") for hook in self.hooks)
-        return next((reason for reason in reasons if reason is not None), None)
-
-    def flush(self) -> None:
-        for hook in self.hooks:
-            call_optional(hook, "flush")
-
-    def end_run(self) -> None:
-        for hook in self.hooks:
-            call_optional(hook, "end_run")
-
-    def end_epoch(self, epoch: int) -> None:
-        start = time.perf_counter()
-        for hook, part in zip(self.hooks, self._parts, strict=True):
-            with self.stopwatch.measure(part):
-                call_optional(hook, "end_epoch", epoch)
-        self._add_seconds(start)
-
-    def dispatch(self, event: Event) -> tuple[Event, list[Any]]:
-        """Return the event with the numbers of all hooks, and their requests, in order."""
-        requests: dict[int, Stop | GoBack | Replace | Reweight] = {}
-        began = start = time.perf_counter()
-        self._measured.update(event.metrics)
-        for name in self._returned.keys() & event.metrics.keys():
-            self._refuse_measured(self._returned[name][1], name)
-        event = event._replace(metrics=EventMetrics(event.metrics))
-        for index in self._order:
-            try:  # cheaper than `measure`, since there may be an event for each step
-                returned = self.hooks[index](event)
-            finally:
-                start = self.stopwatch.add(self._parts[index], start)
-            if returned is None:
-                continue
-            if isinstance(returned, str):
-                returned = Stop("hook", returned)
-            if isinstance(returned, Stop):
-                if returned.message:
-                    requests[index] = returned
-            elif isinstance(returned, GoBack):
-                requests[index] = _check_request(returned, event.step, self.hooks[index])
-            elif isinstance(returned, Replace):
-                replacement = _check_replacement(returned, event, self.hooks[index])
-                requests[index], event = replacement, event._replace(state=replacement.state)
-            elif isinstance(returned, Reweight):
-                requests[index] = returned
-            elif isinstance(returned, Mapping):
-                event = event._replace(metrics=self._add_numbers(event, returned, index))
-            else:
-                expected = "a hook to return None, a reason to stop, a request, or numbers by name"
-                refuse(hook_name(self.hooks[index]), expected, tree.describe_value(returned))
-        if self._check is not None:
-            self._check(event)
-        self._add_seconds(began)
-        return event, [requests[index] for index in sorted(requests)]
-
-    def _add_numbers(self, event: Event, returned: Mapping[str, Any], index: int) -> EventMetrics:
-        """Add what a hook returned to the metrics of an event, under new names."""
-        numbers = metric_values(returned)
-        for name, value in numbers.items():
-            if name in self._measured:
-                self._refuse_measured(index, name)
-            if name == "step":
-                expected = "names other than 'step', the name of the step in files"
-                refuse(hook_name(self.hooks[index]), expected, "'step'", "rename the number")
-            step, other, before = self._returned.get(name, (event.step, index, value))
-            is_same = value == before or (math.isnan(value) and math.isnan(before))
-            if step == event.step and other != index and not is_same:
-                names = " and ".join(hook_name(self.hooks[i]) for i in (other, index))
-                got = f"{before:g} and {value:g} at step {step}"
-                refuse(f"hooks: {names}: {name}", "one number", got, "rename one of them")
-            self._returned[name] = event.step, index, value
-        return EventMetrics({**event.metrics, **numbers})
-
-    def _refuse_measured(self, index: int, name: str) -> None:
-        expected = "names of numbers that no step and no evaluation measures"
-        refuse(hook_name(self.hooks[index]), expected, repr(name), "rename the number")
-
-    def _add_seconds(self, start: float) -> None:
-        if self._is_timed:
-            self.seconds += time.perf_counter() - start
-
-    def get_state(self) -> list[Any]:
-        """Return the states of hooks by their keys."""
-        pairs = zip(self._keys, self.hooks, strict=True)
-        states = [[key, hook.get_state()] for key, hook in pairs if hasattr(hook, "get_state")]
-        return [state for state in states if state[1] is not None]
-
-    def set_state(self, state: Sequence[Any]) -> None:
-        """Restore the state of hooks by their keys; those of the same key match in order."""
-        # The default line of progress may have given way to another hook.
-        known = {*self._keys, "progress"}
-        missing = dict.fromkeys(key for key, _ in state if key not in known)
-        if missing:
-            warn(
-                f"hooks: expected {', '.join(missing)}, whose state is in the checkpoint, got no "
-                "such hook, and the state is dropped; a hook with another name or metric, or in a "
-                "wrapper, starts afresh"
-            )
-        for key in dict.fromkeys(key for key, _ in state):
-            saved = [state for other, state in state if other == key]
-            pairs = zip(self._keys, self.hooks, strict=True)
-            hooks = [hook for own, hook in pairs if own == key]
-            if hooks and len(hooks) != len(saved):
-                warn(
-                    f"hooks: expected {len(saved)} {key}, as in the checkpoint, got {len(hooks)}; "
-                    "they start afresh: give each a name=…",
-                )
-                continue
-            for hook, each in zip(hooks, saved, strict=bool(hooks)):
-                call_optional(hook, "set_state", each)
+def _check_without_metrics(returned: Any, kind: str, label: str) -> None:
+    """Refuse numbers at an event without metrics, and all but a reason to stop at the start."""
+    if kind == "start" and not isinstance(returned, str | Stop):
+        refuse(label, "a reason to stop or None at 'start'", tree.describe_value(returned))
+    if isinstance(returned, Mapping):
+        advice = "return them at an event with metrics"
+        refuse(label, f"no numbers at {kind!r}", tree.describe_value(returned), advice)
 
 
-def _check_request(request: GoBack, step: int, hook: Hook) -> GoBack:
+def _check_request(returned: Any, event: Event, hook: Hook) -> HookRequest | None:
+    """Check what a hook has returned, and return a request, or None for an empty reason."""
+    if isinstance(returned, str):
+        returned = Stop("hook", returned)
+    if isinstance(returned, Stop):
+        return returned if returned.message else None
+    if isinstance(returned, GoBack):
+        return _check_go_back(returned, event.step, hook.label)
+    if isinstance(returned, Replace):
+        return _check_replacement(returned, event, hook)
+    if isinstance(returned, Reweight):
+        return returned
+    expected = "a hook to return None, a reason to stop, a request, or numbers by name"
+    refuse(hook.label, expected, tree.describe_value(returned))
+
+
+def _check_go_back(request: GoBack, step: int, name: str) -> GoBack:
     """Check a request to go back, convert `skip` to a pair of steps, and fill in `to`."""
-    name, (to, skip, why, limit) = hook_name(hook), request
+    to, skip, why, limit = request
     count = as_integer(skip)
     pair: Any = skip if count is None else (step - count + 1, step + 1)
     if not isinstance(pair, tuple | list) or len(pair) != 2:
@@ -561,16 +699,18 @@ def _check_request(request: GoBack, step: int, hook: Hook) -> GoBack:
 
 def _check_replacement(request: Replace, event: Event, hook: Hook) -> Replace:
     """Check a new state, and copy its arrays to the devices of the old ones."""
-    name = hook_name(hook)
-    if event.is_train and not getattr(hook, "needs_exact_state", False):
-        expected = "needs_exact_state = True on a hook that returns Replace at a log point"
-        refuse(name, expected, "none", "set it, or return Replace after an evaluation")
+    if event.is_train and not hook.exact:
+        expected = "Hook(exact=True), for a hook that returns Replace at a log point"
+        advice = "set needs_exact_state = True on a function or an object, or return Replace"
+        refuse(hook.label, expected, "none", f"{advice} after an evaluation")
     lines = tree.diff(event.state, request.state, "state")
     if not lines and step_of(request.state) != step_of(event.state):
         lines = [f"state/step: expected {step_of(event.state)}, got {step_of(request.state)}"]
     if lines:
         raise TreeMismatchError(
-            "\n  ".join([f"{name}: Replace(state): expected a state like event.state, got", *lines])
+            "\n  ".join(
+                [f"{hook.label}: Replace(state): expected a state like event.state, got", *lines]
+            )
         )
     return Replace(jax.tree.map(_copy_like, request.state, event.state), str(request.why))
 

@@ -15,13 +15,21 @@ from stepfold.core.processes import KeyValues
 from stepfold.core.validation import is_url, read_function, read_integer, read_positive
 from stepfold.errors import warn
 from stepfold.inspect.peaks import mfu, peak_flops
-from stepfold.loop.hooks.base import BaseHook, Event
+from stepfold.loop.hooks.base import Hook, Sink, from_object
+from stepfold.loop.hooks.events import Event
+from stepfold.loop.hooks.progress import pace_after
 from stepfold.loop.writers.base import check_path
 
 _REPORT_SECONDS = 0.5  # between reports of `stragglers`, each of which takes about a millisecond
 
 
-class throughput(BaseHook):  # noqa: N801
+def throughput(
+    *,
+    flops: float | None = None,
+    peak: float | None = None,
+    dtype: str = "bfloat16",
+    **units: Callable[[Any], Any],
+) -> Hook:
     """Measure the speed of training.
 
     Each train event but the first, whose interval includes compiling, gets
@@ -39,58 +47,48 @@ class throughput(BaseHook):  # noqa: N801
 
     >>> import numpy as np, stepfold as sf
     >>> hook = sf.throughput(tokens=lambda batch: batch.size)
+    >>> state = hook.init
     >>> for n in (1, 2):
-    ...     speed = hook(sf.Event(10 * n, None, {}, None, batch=np.zeros((8, 512)), time=n))
+    ...     event = sf.Event(10 * n, None, {}, None, batch=np.zeros((8, 512)), time=n)
+    ...     state, speed = hook.update(state, event)
     >>> speed["throughput/tokens_per_second"]
     40960.0
     """
+    for name, value in {"flops": flops, "peak": peak}.items():
+        if value is not None:
+            read_positive(name, value)
+    for name, unit in units.items():
+        read_function(name, unit, "a function of a batch")
+    init = {"started": None, "useful_seconds": 0.0, "_pace": None, "_waited": 0.0}
 
-    provides = ("throughput/",)
-    run_state = ("_started", "_useful_seconds")
-
-    def __init__(
-        self,
-        *,
-        flops: float | None = None,
-        peak: float | None = None,
-        dtype: str = "bfloat16",
-        **units: Callable[[Any], Any],
-    ) -> None:
-        for name, value in {"flops": flops, "peak": peak}.items():
-            if value is not None:
-                read_positive(name, value)
-        for name, unit in units.items():
-            read_function(name, unit, "a function of a batch")
-        self._flops, self._peak, self._dtype = flops, peak, dtype
-        self._units = units
-        self.reset(0)
-
-    def reset(self, step: int) -> None:  # noqa: ARG002
-        self._started, self._useful_seconds = time.time(), 0.0
-        self._pace, self._data_wait = Pace(), 0.0
-
-    def __call__(self, event: Event) -> dict[str, float] | None:
-        interval = self._pace.add(event)
-        waited = event.data_wait_seconds - self._data_wait
-        self._data_wait = event.data_wait_seconds
+    def update(state: Any, event: Event) -> tuple[Any, dict[str, float] | None]:
+        if state["started"] is None:
+            state = {**state, "started": time.time()}
+        if event.kind == "start":  # what was measured last is of another attempt
+            return {**state, "_pace": None, "_waited": 0.0}, None
+        pace, interval = pace_after(state.get("_pace"), event)
+        waited = event.data_wait_seconds - state.get("_waited", 0.0)
+        state = {**state, "_pace": pace, "_waited": event.data_wait_seconds}
         if interval is None:
-            return None
-        steps, seconds = interval
-        self._useful_seconds += seconds
-        speed = {
-            "step_seconds": seconds / steps,
-            "waiting": min(waited / seconds, 1.0),
-            "goodput": min(self._useful_seconds / max(time.time() - self._started, seconds), 1.0),
-        }
+            return state, None
+        state["useful_seconds"] += interval[1]
+        age = max(time.time() - state["started"], interval[1])
+        goodput = min(state["useful_seconds"] / age, 1.0)
+        return state, {**measure(event, *interval, waited), "throughput/goodput": goodput}
+
+    def measure(event: Event, steps: int, seconds: float, waited: float) -> dict[str, float]:
+        speed = {"step_seconds": seconds / steps, "waiting": min(waited / seconds, 1.0)}
         if event.batch is not None:
             counts = {"examples": _num_examples(event)}
-            counts |= {name: float(unit(event.batch)) for name, unit in self._units.items()}
+            counts |= {name: float(unit(event.batch)) for name, unit in units.items()}
             speed |= {f"{name}_per_second": n * steps / seconds for name, n in counts.items()}
-        if self._flops is not None:
-            peak = self._peak or peak_flops(jax.devices()[0].device_kind, self._dtype)
-            if peak:
-                speed["mfu"] = mfu(self._flops, seconds / steps, peak=peak)
+        if flops is not None:
+            most = peak or peak_flops(jax.devices()[0].device_kind, dtype)
+            if most:
+                speed["mfu"] = mfu(flops, seconds / steps, peak=most)
         return {f"throughput/{name}": value for name, value in speed.items()}
+
+    return Hook(init, update, "throughput", ("start",), provides=("throughput/",), returns=())
 
 
 def _num_examples(event: Event) -> float:
@@ -102,27 +100,7 @@ def _num_examples(event: Event) -> float:
     return 0.0
 
 
-class Pace:
-    """The pace of train steps, by the times of events."""
-
-    def __init__(self) -> None:
-        self.rate: float | None = None  # steps per second, smoothed
-        self._step = 0
-        self._time: float | None = None
-
-    def add(self, event: Event) -> tuple[int, float] | None:
-        """Return the steps since the last event and their seconds; None unless they are known."""
-        now = time.perf_counter() if event.time is None else event.time
-        steps, before = event.step - self._step, self._time
-        self._step, self._time = event.step, now
-        if before is None or not event.is_train or steps < 1 or now <= before:
-            return None
-        seconds = (now - before) / steps
-        self.rate = 1 / (seconds if self.rate is None else 0.7 / self.rate + 0.3 * seconds)
-        return steps, now - before
-
-
-class stragglers(BaseHook):  # noqa: N801
+def stragglers(*, threshold: float = 1.5) -> Hook:
     """Find the process whose host the others wait for, and warn of it.
 
     Collectives make the steps of all processes take equally long. What differs is host time: the
@@ -141,14 +119,20 @@ class stragglers(BaseHook):  # noqa: N801
     process it is a no-op.
 
     >>> import stepfold as sf
-    >>> sf.stragglers(threshold=2.0)(sf.Event(10, None, {"train/loss": 1.0}, None))
+    >>> hook = sf.stragglers(threshold=2.0)
+    >>> hook.update(hook.init, sf.Event(10, None, {"train/loss": 1.0}, None))
+    (None, None)
     """
+    return from_object(_Stragglers(read_positive("threshold", threshold)), "stragglers")
 
-    provides = ("throughput/",)
-    needs_hook_seconds = True
 
-    def __init__(self, *, threshold: float = 1.5) -> None:
-        self._threshold = read_positive("threshold", threshold)
+class _Stragglers:
+    """What `stragglers` calls with events; it has no state to continue from."""
+
+    provides, can_stop = ("throughput/",), False
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
 
     def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
         self._values = KeyValues("stragglers")
@@ -224,7 +208,7 @@ memory_use.provides = ("memory/",)  # type: ignore[attr-defined]
 memory_use.can_stop = False  # type: ignore[attr-defined]
 
 
-class profile(BaseHook):  # noqa: N801
+def profile(first: int, count: int, folder: str | os.PathLike[str]) -> "Profile":
     """Trace some steps with jax's profiler, for TensorBoard, xprof or Perfetto.
 
     The trace starts at the first train event at or after step `first` and ends at the first one
@@ -237,29 +221,36 @@ class profile(BaseHook):  # noqa: N801
     processes, only the first is traced.
 
     >>> import stepfold as sf, tempfile
-    >>> hook = sf.profile(100, 10, tempfile.mkdtemp())
-    >>> hook(sf.Event(90, None, {"train/loss": 1.0}, None))
+    >>> sink = sf.profile(100, 10, tempfile.mkdtemp())
+    >>> sink.write(sink.init, sf.Event(90, None, {"train/loss": 1.0}, None))
+    {'first': 100, 'is_done': False}
     """
+    steps = read_integer("first", first, minimum=0), read_integer("count", count)
+    return Profile(
+        *steps, folder if is_url(folder) else str(check_path("folder", folder, "folder"))
+    )
 
-    run_state = ("_is_done",)
-    state_key = ("_first",)
+
+class Profile(Sink):
+    """What `profile` returns; its state says whether the trace is done."""
+
+    name = "profile"
 
     def __init__(self, first: int, count: int, folder: str | os.PathLike[str]) -> None:
-        self._first = read_integer("first", first, minimum=0)
-        self._count = read_integer("count", count)
-        self._folder = folder if is_url(folder) else str(check_path("folder", folder, "folder"))
+        self._first, self._count, self._folder = first, count, folder
+        self.init = {"first": first, "is_done": False}
         self._end: int | None = None  # the step of the event that ends the trace, while it is open
-        self.reset(0)
-
-    def reset(self, step: int) -> None:  # noqa: ARG002
-        self._is_done = False
         self.begun: int | None = None
         self.ended: int | None = None
 
-    def __call__(self, event: Event) -> None:
+    def open(self, step: int, total: int | None, seen: int) -> None:  # noqa: ARG002
+        self.begun = self.ended = None
+
+    def write(self, state: Any, event: Event) -> Any:
+        state = state if state["first"] == self._first else self.init
         is_due = event.is_train and event.step >= self._first
-        if not is_due or self._is_done or jax.process_index() > 0:
-            return
+        if not is_due or state["is_done"] or jax.process_index() > 0:
+            return state
         if self._end is None:
             self.begun = _steps_done(event.state)
             jax.profiler.start_trace(self._folder)
@@ -267,11 +258,12 @@ class profile(BaseHook):  # noqa: N801
         elif event.step >= self._end:
             self.ended = _steps_done(event.state)
             self.close()
+            return {**state, "is_done": True}
+        return state
 
     def close(self) -> None:
-        super().close()
         if self._end is not None:
-            self._end, self._is_done = None, True
+            self._end = None
             jax.profiler.stop_trace()
 
 

@@ -13,13 +13,21 @@ import jax
 
 from stepfold.core.validation import read_choice, read_integer
 from stepfold.errors import refuse, warn
-from stepfold.loop.hooks.base import BaseHook, Event
-from stepfold.loop.hooks.performance import Pace
+from stepfold.loop.hooks.base import Sink
+from stepfold.loop.hooks.events import Event
 from stepfold.loop.writers.base import require
 from stepfold.tree import describe_value
 
 
-class progress(BaseHook):  # noqa: N801
+def progress(
+    kind: str = "tqdm",
+    *,
+    metrics: Sequence[str] | None = None,
+    average: str = "train/loss",
+    over: int = 100,
+    file: TextIO | None = None,
+    name: str | None = None,
+) -> "Progress":
     """Show the step, the remaining time, a running average of the loss, and metrics.
 
     The average is over about the last `over` steps of the metric `average`, including those before
@@ -32,74 +40,71 @@ class progress(BaseHook):  # noqa: N801
     `eval/*`, of the metrics to show; by default JSON shows all metrics, and a bar shows those of
     evaluations and hooks.
 
-    Without such a hook, `fit` prints "lines" on stderr if the run takes longer than a few seconds.
+    Without such a sink, `fit` prints "lines" on stderr if the run takes longer than a few seconds.
     With "none" nothing is shown.
 
     >>> import stepfold as sf
-    >>> hook = sf.progress("json", metrics=("*/accuracy",))
-    >>> hook(sf.Event(10, 20, {"train/loss": 2.0, "train/accuracy": 0.5}, None))
+    >>> sink = sf.progress("json", metrics=("*/accuracy",))
+    >>> metrics = {"train/loss": 2.0, "train/accuracy": 0.5}
+    >>> state = sink.write(sink.init, sf.Event(10, 20, metrics, None))
     {"step": 10, "total": 20, "steps_per_second": null, ..., "loss": 2.0, "train/accuracy": 0.5}
     """
+    if read_choice("progress", kind, _BARS) in ("tqdm", "rich"):
+        require(kind, "progress", kind)
+    names = () if metrics is None else metrics
+    is_list = isinstance(names, Collection) and not isinstance(names, str)
+    if not is_list or not all(isinstance(name, str) for name in names):
+        refuse("metrics", "names or patterns, such as ('eval/*',)", describe_value(metrics))
+    over = read_integer("over", over)
+    return Progress(kind, metrics, average, over, file, "progress" if name is None else name)
 
-    run_state: Sequence[str] = ("_sum", "_weight", "_last_train_step")
-    state_key: Sequence[str] = ("_average",)
+
+class Progress(Sink):
+    """What `progress` returns; its state is the running average."""
+
     shows_progress = True
 
     def __init__(
         self,
-        kind: str = "tqdm",
-        *,
-        metrics: Sequence[str] | None = None,
-        average: str = "train/loss",
-        over: int = 100,
-        file: TextIO | None = None,
-        name: str | None = None,
+        kind: str,
+        metrics: Sequence[str] | None,
+        average: str,
+        over: int,
+        file: TextIO | None,
+        name: str,
     ) -> None:
-        if read_choice("progress", kind, _BARS) in ("tqdm", "rich"):
-            require(kind, "progress", kind)
-        names = () if metrics is None else metrics
-        is_list = isinstance(names, Collection) and not isinstance(names, str)
-        if not is_list or not all(isinstance(name, str) for name in names):
-            refuse("metrics", "names or patterns, such as ('eval/*',)", describe_value(metrics))
         self._kind, self._metrics, self._file, self.name = kind, metrics, file, name
-        self._average, self._over = average, read_integer("over", over)
+        self._average, self._over = average, over
+        self.init = {"average": average, "sum": 0.0, "weight": 0.0, "last_train_step": None}
         self._bar: _Bar | None = None  # of the run that is open
         self._stream: _Stream | None = None
-        self.reset(0)
+        self._pace: Pace | None = None
 
-    def reset(self, step: int) -> None:
-        self._sum, self._weight, self._last_train_step = 0.0, 0.0, step
-        self._pace = Pace()
-
-    def open(self, step: int, total: int | None) -> None:
-        super().open(step, total)
+    def open(self, step: int, total: int | None, seen: int) -> None:  # noqa: ARG002
         if self._bar is not None:  # the run goes back
             self._bar.close()
         default = sys.stdout if self._kind == "json" else sys.stderr
         file = self._file or (default if _is_open(default) else None)
-        self._bar, self._stream = _HIDDEN, None
+        self._bar, self._stream, self._pace = _HIDDEN, None, None
         if file is not None and jax.process_index() == 0:
             self._stream = _Stream(file)
             self._bar = _BARS[self._kind](self._stream, step, total)
             self._check_stream()
-        self._step, self._opened_at, self._drawn_at = step, time.monotonic(), -math.inf
+        self._step = self._opened_step = step
+        self._opened_at, self._drawn_at = time.monotonic(), -math.inf
         self._pending: dict[str, float] | None = None  # values that are not drawn yet
 
-    def __call__(self, event: Event) -> None:
+    def write(self, state: Any, event: Event) -> Any:
         if self._bar is None:
-            self.open(event.step, event.total)
-        self._pace.add(event)
+            self.open(event.step, event.total, event.step)
+        self._pace, _ = pace_after(self._pace, event)
         self._step = self._step if event.is_late else event.step
-        if event.is_train:
-            keep = (1 - 1 / self._over) ** max(event.step - self._last_train_step, 1)
-            self._last_train_step = event.step
-            value = event.metrics.get(self._average, math.nan)
-            if math.isfinite(value):
-                self._sum = keep * self._sum + (1 - keep) * value
-                self._weight = keep * self._weight + (1 - keep)
+        state = state if state["average"] == self._average else self.init
+        if event.kind == "train":
+            state = self._add(state, event)
         self._pending = self._pending or {}
-        if self._weight:
-            self._pending[self._average.rsplit("/", 1)[-1]] = self._sum / self._weight
+        if state["weight"]:
+            self._pending[self._average.rsplit("/", 1)[-1]] = state["sum"] / state["weight"]
         self._pending |= {name: x for name, x in event.metrics.items() if self._is_shown(name)}
         now = time.monotonic()
         pause = _PAUSE
@@ -107,6 +112,17 @@ class progress(BaseHook):  # noqa: N801
             pause = min(max(1.0, (now - self._opened_at) / 10), 60.0)
         if self._kind == "json" or now - self._drawn_at >= pause:
             self._draw()
+        return state
+
+    def _add(self, state: Mapping[str, Any], event: Event) -> dict[str, Any]:
+        """Add the value of some steps to the average."""
+        last = state["last_train_step"]
+        last = self._opened_step if last is None else last
+        keep = (1 - 1 / self._over) ** max(event.step - last, 1)
+        total, weight, value = state["sum"], state["weight"], event.metrics.get(self._average)
+        if value is not None and math.isfinite(value):
+            total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
+        return {**state, "sum": total, "weight": weight, "last_train_step": event.step}
 
     def show(self, line: str) -> None:
         """Print how a run starts; on stderr, since lines of JSON are for programs."""
@@ -116,7 +132,7 @@ class progress(BaseHook):  # noqa: N801
 
     def _draw(self) -> None:
         if self._bar is not None and self._pending is not None:
-            self._bar.draw(self._step, self._pending, self._pace.rate)
+            self._bar.draw(self._step, self._pending, self._pace and self._pace.rate)
             self._pending, self._drawn_at = None, time.monotonic()
             self._check_stream()
 
@@ -141,7 +157,6 @@ class progress(BaseHook):  # noqa: N801
         return any(fnmatchcase(name, pattern) for pattern in self._metrics)
 
     def close(self) -> None:
-        super().close()
         if self._bar is not None:
             self._draw()
             self._bar.close()
@@ -149,20 +164,41 @@ class progress(BaseHook):  # noqa: N801
             self._bar = None
 
 
-class DefaultProgress(progress):
-    """What `fit` shows without a hook of this kind: lines, and nothing of a run of few seconds."""
+class DefaultProgress(Progress):
+    """What `fit` shows without a sink of this kind: lines, and nothing of a run of few seconds."""
 
     def __init__(self) -> None:
-        super().__init__("lines", name="progress")
+        super().__init__("lines", None, "train/loss", 100, None, "progress")
 
-    def open(self, step: int, total: int | None) -> None:
-        super().open(step, total)
+    def open(self, step: int, total: int | None, seen: int) -> None:
+        super().open(step, total, seen)
         self._drawn_at = self._opened_at + _QUIET_SECONDS
 
     def close(self) -> None:
         if self._bar is not None and self._drawn_at > time.monotonic():
             self._pending = None
         super().close()
+
+
+class Pace(NamedTuple):
+    """The pace of train steps: the step and time of the last event, and smoothed steps a second."""
+
+    step: int
+    time: float
+    rate: float | None = None
+
+
+def pace_after(before: Pace | None, event: Event) -> tuple[Pace, tuple[int, float] | None]:
+    """Return the pace after an event, and the steps and seconds since the last one if known."""
+    now = time.perf_counter() if event.time is None else event.time
+    if before is None:
+        return Pace(event.step, now), None
+    steps = event.step - before.step
+    if event.kind != "train" or steps < 1 or now <= before.time:
+        return Pace(event.step, now, before.rate), None
+    seconds = (now - before.time) / steps
+    rate = 1 / (seconds if before.rate is None else 0.7 / before.rate + 0.3 * seconds)
+    return Pace(event.step, now, rate), (steps, now - before.time)
 
 
 class _Bar(NamedTuple):

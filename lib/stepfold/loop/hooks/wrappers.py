@@ -9,64 +9,12 @@ import numpy as np
 
 from stepfold.core.validation import read_function, read_instance, read_integer
 from stepfold.errors import refuse, warn
-from stepfold.loop.hooks.base import (
-    BaseHook,
-    Event,
-    GoBack,
-    Hook,
-    Replace,
-    Returned,
-    Reweight,
-    Stop,
-    call_optional,
-    has_state_of,
-    hook_name,
-)
+from stepfold.loop.hooks.base import Hook, Sink, as_hook
+from stepfold.loop.hooks.events import Event, HookRequest, Nonfinite, Returned, Stop
 from stepfold.tree import describe_value
 
 
-class HookWrapper:
-    """Base class of hooks around another. Attributes that it lacks are read from the inner hook.
-
-    The state of the inner hook is saved with its kind, and restored only to a hook of that kind.
-    """
-
-    def __init__(self, hook: Hook) -> None:
-        name = type(self).__name__
-        if not callable(hook) or isinstance(hook, type):
-            refuse(name, "a hook, (event) -> …", describe_value(hook))
-        if hasattr(hook, "end_epoch"):
-            advice = "give one that is called after epochs to fit directly"
-            refuse(name, "a hook that is called with events", describe_value(hook), advice)
-        self._hook = hook
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # special methods, and `_hook` itself during unpickling
-            raise AttributeError(name)
-        return getattr(self._hook, name)
-
-    def __call__(self, event: Event) -> Returned:
-        return self._hook(event)
-
-    def get_state(self) -> dict[str, Any]:
-        return {"hook": call_optional(self._hook, "get_state"), "kind": hook_name(self._hook)}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        if not has_state_of(self, state, "kind", "hook"):
-            return
-        kind, inner = state["kind"], state["hook"]
-        if inner is None:
-            return
-        if kind == hook_name(self._hook):
-            call_optional(self._hook, "set_state", inner)
-        else:
-            warn(
-                f"hooks: expected {kind} in {hook_name(self)}, as in the checkpoint, got "
-                f"{hook_name(self._hook)}, which starts afresh"
-            )
-
-
-class every(HookWrapper):  # noqa: N801
+def every(n: int, hook: Any, *, kind: str | None = None) -> Hook:
     """Call a hook only at the first event at or after each multiple of `n` steps.
 
     The events of train steps and those of each evaluation count separately; with `kind`, such as
@@ -75,82 +23,86 @@ class every(HookWrapper):  # noqa: N801
 
     >>> import stepfold as sf
     >>> hook = sf.every(100, lambda event: print(event.step))
+    >>> state = hook.init
     >>> for step in (60, 120, 180, 240):
-    ...     hook(sf.Event(step, None, {}, None))
+    ...     state, _ = hook.update(state, sf.Event(step, None, {}, None))
     120
     240
     """
+    inner, steps = _read_hook("every", hook), read_integer("every", n)
+    if kind is not None:
+        read_instance("kind", kind, str, "'train', or the name of an evaluation")
+    # The multiple at which the run began, and by kind of event the last one that was reached.
+    init = {"n": steps, "first": 0, "reached": {}, "hook": inner.init, "is_new": True}
 
-    def __init__(self, n: int, hook: Hook, *, kind: str | None = None) -> None:
-        super().__init__(hook)
-        self._n = read_integer("every", n)
-        if kind is not None:
-            read_instance("kind", kind, str, "'train', or the name of an evaluation")
-        self._kind = kind
-        self._first: int | None = None  # the multiple at which the run began; None outside a run
-        self._reached: dict[str, int] = {}  # the last multiple by kind of event
+    def update(state: Any, event: Event) -> tuple[Any, Returned]:
+        if event.kind == "start":
+            if state["n"] != steps:
+                state = {**init, "hook": state["hook"]}
+            if state["is_new"]:
+                state = {**state, "first": event.step // steps, "is_new": False}
+            return call(state, event) if "start" in inner.also else (state, None)
+        if kind is not None and event.kind != kind:
+            return state, None
+        reached, before = event.step // steps, state["reached"].get(event.kind, state["first"])
+        state = {**state, "reached": {**state["reached"], event.kind: reached}}
+        return call(state, event) if reached > before else (state, None)
 
-    def __call__(self, event: Event) -> Returned:
-        if self._kind is not None and event.kind != self._kind:
-            return None
-        previous = self._reached.get(event.kind, self._first or 0)
-        self._reached[event.kind] = event.step // self._n
-        return super().__call__(event) if event.step // self._n > previous else None
+    def call(state: Any, event: Event) -> tuple[Any, Returned]:
+        own, returned = inner.update(state["hook"], event)
+        return {**state, "hook": own}, returned
 
-    def open(self, step: int, total: int | None) -> None:
-        if self._first is None:
-            self._first, self._reached = step // self._n, {}
-        call_optional(self._hook, "open", step, total)
-
-    def close(self) -> None:
-        self._first, self._reached = None, {}
-        call_optional(self._hook, "close")
-
-    def get_state(self) -> dict[str, Any]:
-        reached = {"first": self._first or 0, "reached": dict(self._reached)}
-        return {**super().get_state(), **reached, "n": self._n}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        if not has_state_of(self, state, "n", "first", "reached"):
-            return
-        is_same = state["n"] == self._n
-        self._first = state["first"] if is_same else None
-        self._reached = dict(state["reached"]) if is_same else {}
-        super().set_state(state)
+    return inner._replace(
+        init=init,
+        update=update,
+        name=_name_of("every", inner),
+        also=("start",),
+        only=inner.only if kind is None else (kind,),
+    )
 
 
-def check_kinds(hook: Any, kinds: Sequence[str]) -> None:
-    """Refuse a hook that would never be called, since a run has no events of its kind."""
-    while isinstance(hook, HookWrapper):
-        kind = getattr(hook, "_kind", None)
-        if kind is not None and kind not in kinds:
-            refuse("every: kind", f"one of {', '.join(kinds)}", repr(kind))
-        hook = hook._hook
-
-
-class only_warn(HookWrapper):  # noqa: N801
+def only_warn(hook: Any) -> Hook:
     """Warn of a hook's reason to stop, to go back or to replace the state, instead of doing so.
 
     >>> import warnings, stepfold as sf
+    >>> hook = sf.only_warn(lambda event: "too high")
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
-    ...     sf.only_warn(lambda event: "too high")(sf.Event(20, None, {}, None))
+    ...     _ = hook.update(hook.init, sf.Event(20, None, {}, None))
     >>> print(caught[0].message)
     step 20: too high
     """
+    inner = _read_hook("only_warn", hook)
 
-    can_stop = False
-
-    def __call__(self, event: Event) -> Mapping[str, Any] | None:
-        returned = super().__call__(event)
-        if not isinstance(returned, str | Stop | GoBack | Replace | Reweight):
-            return returned
+    def update(state: Any, event: Event) -> tuple[Any, Returned]:
+        state, returned = inner.update(state, event)
+        if not isinstance(returned, str | HookRequest):
+            return state, returned
         reason = str(returned) if isinstance(returned, str | Stop) else returned.why
-        if reason:
+        if reason and event.kind != "start":
             warn(f"step {event.step}: {reason}")
-        return None
+        return state, None
 
-    def still_stops(self) -> None:
-        """Return None, since it does not stop the run."""
+    returns = [Nonfinite] if inner.declares(Nonfinite) else []
+    return inner._replace(update=update, name=_name_of("only_warn", inner), returns=returns)
+
+
+def _name_of(wrapper: str, inner: Hook) -> str:
+    """Name a hook around another; the state of that is kept only for a hook of its name."""
+    return wrapper if inner.init is None else f"{wrapper} {inner.name}"
+
+
+def _read_hook(name: str, hook: Any) -> Hook:
+    is_hook = isinstance(hook, Hook)
+    if not is_hook and (not callable(hook) or isinstance(hook, type)):
+        advice = ""
+        if isinstance(hook, Sink):
+            advice = "it takes events of its own accord; sf.log_to has every=…"
+        refuse(name, "a hook, (event) -> …", describe_value(hook), advice)
+    inner = as_hook(hook)
+    if "epoch" in inner.also:
+        advice = "give one that is called after epochs to fit directly"
+        refuse(name, "a hook that is called with events", describe_value(hook), advice)
+    return inner
 
 
 def weighted_sum(event: Event, name: str, part: slice = slice(None)) -> tuple[float, float]:
@@ -178,30 +130,32 @@ def means_of(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
 
 
-class EpochMeans(BaseHook):
-    """Base class of hooks that use the metrics of each epoch.
+Means = Mapping[str, Any]
+"""Metrics of an epoch so far: `sums` of train metrics by name, and the `latest` of all."""
+
+NO_MEANS: Means = {"sums": {}, "latest": {}}
+
+
+def add_event(means: Means, event: Event) -> Means:
+    """Add the metrics of an event to those of the epoch so far."""
+    latest = {**means["latest"], **event.metrics}
+    return {**means, "sums": add_sums(means["sums"], event), "latest": latest}
+
+
+def epoch_means(means: Means) -> dict[str, float]:
+    """Return the metrics of an epoch.
 
     Those of train steps are means over the examples of the epoch, all others the latest value.
     """
-
-    run_state: Sequence[str] = ("_sums", "_latest")
-
-    def reset(self, step: int) -> None:  # noqa: ARG002
-        self._sums: dict[str, Sequence[float]] = {}  # totals and weights of the epoch so far
-        self._latest: dict[str, float] = {}
-
-    def __call__(self, event: Event) -> None:
-        self._sums = add_sums(self._sums, event)
-        self._latest.update(event.metrics)
-
-    def take_means(self) -> dict[str, float]:
-        """Return the metrics of the epoch so far, and begin the next one."""
-        metrics = {**self._latest, **means_of(self._sums)}
-        self._sums, self._latest = {}, {}
-        return metrics
+    return {**means["latest"], **means_of(means["sums"])}
 
 
-class callback(EpochMeans):  # noqa: N801
+def callback(
+    function: Callable[[Any, int, dict[str, float]], Any],
+    trainer: Any = None,
+    *,
+    name: str | None = None,
+) -> Hook:
     """Call a function `(trainer, epoch, metrics)` after each epoch, including one the run stops at.
 
     Epochs count from 0. Metrics are named `train_loss`, `eval_loss` and so on. Those of train steps
@@ -211,22 +165,19 @@ class callback(EpochMeans):  # noqa: N801
     >>> import numpy as np, stepfold as sf
     >>> hook = sf.callback(lambda trainer, epoch, metrics: print(epoch, metrics))
     >>> losses, rows = {"train/loss": np.array([3.0, 1.0])}, {"train/loss": np.array([2, 6])}
-    >>> hook(sf.Event(2, None, {"eval/loss": 4.0}, None, losses, weights=rows))
-    >>> hook.end_epoch(0)  # by fit
+    >>> event = sf.Event(2, None, {"eval/loss": 4.0}, None, losses, weights=rows)
+    >>> state, _ = hook.update(hook.init, event)
+    >>> _ = hook.update(state, sf.Event(2, None, {}, None, kind="epoch", epoch=0))
     0 {'eval_loss': 4.0, 'train_loss': 1.5}
     """
+    read_function("callback", function, "a function (trainer, epoch, metrics)")
 
-    def __init__(
-        self,
-        function: Callable[[Any, int, dict[str, float]], Any],
-        trainer: Any = None,
-        *,
-        name: str | None = None,
-    ) -> None:
-        read_function("callback", function, "a function (trainer, epoch, metrics)")
-        self._function, self._trainer, self.name = function, trainer, name
-        self.reset(0)
+    def update(state: Means, event: Event) -> tuple[Means, None]:
+        if event.kind != "epoch" or event.epoch is None:
+            return add_event(state, event), None
+        metrics = {name.replace("/", "_"): value for name, value in epoch_means(state).items()}
+        function(trainer, event.epoch, metrics)
+        return NO_MEANS, None
 
-    def end_epoch(self, epoch: int) -> None:
-        metrics = {name.replace("/", "_"): value for name, value in self.take_means().items()}
-        self._function(self._trainer, epoch, metrics)
+    name = "callback" if name is None else name
+    return Hook(NO_MEANS, update, name, ("epoch",), provides=(), returns=())

@@ -26,7 +26,7 @@ from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import absolute_path, is_url, read_instance
 from stepfold.errors import CheckpointError, ConfigError, refuse, warn
 from stepfold.loop.data import BatchFeed, DataPosition, reread
-from stepfold.loop.hooks.stop import Nonfinite
+from stepfold.loop.hooks.events import Nonfinite
 from stepfold.loop.json_files import check_plain, has_form, is_count, is_range
 from stepfold.loop.run import Run
 

@@ -13,7 +13,8 @@ import jax
 
 from stepfold.core.validation import is_url
 from stepfold.errors import StepfoldError, warn
-from stepfold.loop.hooks.base import BaseHook, Event, Stop, Stopwatch
+from stepfold.loop.hooks.base import Sink, Stopwatch
+from stepfold.loop.hooks.events import Event, Stop
 from stepfold.loop.programs import Programs
 from stepfold.loop.report.read import read_run
 from stepfold.loop.report.render import render
@@ -25,14 +26,13 @@ _MIN_PAUSE, _MAX_PAUSE = 2.0, 30.0  # seconds between pages, early and late in a
 _CLOCK_ROWS = 400  # samples of the clock; beyond that every second one is dropped
 
 
-class ReportWriter(BaseHook):
+class ReportWriter(Sink):
     """Write `run.json` and `report.html` of a run from a thread, on process 0 only.
 
     A file that cannot be written causes one warning, and the run continues.
     """
 
     name = "report.html"
-    provides = ()
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ReportWriter(BaseHook):
         self._failure: Exception | None = None
         self._has_warned = False
 
-    def open(self, step: int, total: int | None) -> None:
+    def open(self, step: int, total: int | None, seen: int) -> None:  # noqa: ARG002
         if jax.process_index() != 0:
             return
         with self._lock:
@@ -106,13 +106,14 @@ class ReportWriter(BaseHook):
         self._attempts.append(self._attempt)
         self._try(self._write_info)
 
-    def __call__(self, event: Event) -> None:
+    def write(self, state: Any, event: Event) -> Any:
         if self._attempt and not event.is_late:
             self._attempt["to"] = event.step
             self._sample(event.step, event.data_wait_seconds)
             if self._start is None and event.is_train and event.step > self._attempt["from"]:
                 self._start = self._last_row[1] - sum(self._spent().values())
             self._warn()
+        return state
 
     def end_attempt(self, step: int, stop: Stop | None) -> None:
         """Describe how the attempt ended; another one follows if the run goes back."""

@@ -1,4 +1,4 @@
-"""Several writers as one, a writer in a background thread, and the hook that feeds a writer."""
+"""Several writers as one, a writer in a background thread, and the sink that feeds a writer."""
 
 import threading
 import time
@@ -14,7 +14,8 @@ import numpy as np
 from stepfold import tree
 from stepfold.core.validation import check_flags, read_integer
 from stepfold.errors import refuse
-from stepfold.loop.hooks.base import BaseHook, Event, call_optional
+from stepfold.loop.hooks.base import Sink, call_optional
+from stepfold.loop.hooks.events import Event
 from stepfold.loop.writers.base import Writer, files_of
 
 
@@ -170,7 +171,9 @@ def _raise_first(errors: list[BaseException]) -> None:
         raise raised[0]
 
 
-class log_to(BaseHook):  # noqa: N801  it is used like a function
+def log_to(
+    writer: Any, every: int | None = None, *, everywhere: bool = False, name: str | None = None
+) -> Sink:
     """Write metrics with a writer of stepfold, of clu, or your own.
 
     When a run starts or resumes, the writer's `resume(step)` drops rows after the last event that
@@ -192,39 +195,40 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
       every: write train metrics only at the first event at or after each multiple of this many
         steps, and at the end of a run that is not interrupted. Evaluations are always written.
       everywhere: whether every process writes, each with its own writer.
-      name: the key of its state in a checkpoint, for two hooks of this kind.
+      name: the key of its state in a checkpoint, for two sinks of this kind.
 
     >>> import stepfold as sf
-    >>> hook = sf.log_to(sf.console_writer(), every=20)
+    >>> sink = sf.log_to(sf.console_writer(), every=20)
+    >>> state = sink.init
     >>> for step in (10, 20, 30):
-    ...     hook(sf.Event(step, None, {"train/loss": step / 10}, None))
+    ...     state = sink.write(state, sf.Event(step, None, {"train/loss": step / 10}, None))
           20  train/loss 2
     """
+    check_flags(everywhere=everywhere)
+    if not callable(getattr(writer, "write_scalars", None)) or isinstance(writer, type):
+        got, advice = tree.describe_value(writer), "sf.jsonl_writer(path) is one"
+        refuse("log_to", "a writer with write_scalars(step, metrics)", got, advice)
+    steps = None if every is None else read_integer("log_to: every", every)
+    return WriterSink(writer, steps, everywhere=everywhere, name=name)
 
-    run_state = ("_multiple",)
-    state_key = ("_every",)
+
+class WriterSink(Sink):
+    """What `log_to` returns; its state says which multiple of `every` was reached."""
 
     def __init__(
-        self,
-        writer: Any,
-        every: int | None = None,
-        *,
-        everywhere: bool = False,
-        name: str | None = None,
+        self, writer: Any, every: int | None, *, everywhere: bool, name: str | None
     ) -> None:
-        check_flags(everywhere=everywhere)
-        if not callable(getattr(writer, "write_scalars", None)) or isinstance(writer, type):
-            got, advice = tree.describe_value(writer), "sf.jsonl_writer(path) is one"
-            refuse("log_to", "a writer with write_scalars(step, metrics)", got, advice)
-        self._writer, self._everywhere, self.name = writer, everywhere, name
+        self._writer, self._every, self._everywhere = writer, every, everywhere
+        self.name = "log_to" if name is None else name
+        self.init = None if every is None else {"every": every, "multiple": None}
         self.shows_progress = bool(getattr(writer, "shows_progress", False))
-        self._every = None if every is None else read_integer("log_to: every", every)
+        self._opened_at = self._last = 0
+        self._has_events = False  # since it was opened
         self._errors: list[BaseException] = []
         # An `async_writer` is thread-safe, and a lock would stall the loop while it is flushed.
         self._lock: AbstractContextManager[Any] = (
             nullcontext() if isinstance(writer, async_writer) else threading.Lock()
         )
-        self.reset(0)
 
     @property
     def written_files(self) -> Sequence[Path]:
@@ -235,46 +239,48 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
         """Whether this process writes."""
         return self._everywhere or jax.process_index() == 0
 
-    def reset(self, step: int) -> None:
-        self._multiple, self._last = step // self._every if self._every else 0, step
-        self._skipped: Event | None = None  # the last event, if it was not written
-
-    def open(self, step: int, total: int | None) -> None:
-        super().open(step, total)
-        self.rewind(step)
-
-    def rewind(self, step: int) -> None:
-        self._last = step
-        call_optional(self._active_writer(), "resume", step)
+    def open(self, step: int, total: int | None, seen: int) -> None:  # noqa: ARG002
+        self._opened_at, self._last, self._has_events = step, seen, False
+        call_optional(self._active_writer(), "resume", seen)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Pass the config of a run to the writer, as hyper-parameters."""
         with self._lock:
             call_optional(self._active_writer(), "write_hparams", config)
 
-    def get_state(self) -> Any:
-        return None if self._every is None else super().get_state()
-
-    def __call__(self, event: Event) -> None:
-        is_due = True
+    def write(self, state: Any, event: Event) -> Any:
+        is_due = self._has_events = True
         if self._every is not None and event.is_train:
-            previous, self._multiple = self._multiple, event.step // self._every
-            is_due = self._multiple > previous or event.step == event.total
-        self._skipped = None if is_due else event._replace(state=None, batch=None)
+            multiple, reached = self._multiple(state), event.step // self._every
+            is_due = reached > multiple or event.step == event.total
+            state = {"every": self._every, "multiple": reached}
+        if self._every is not None:
+            skipped = None if is_due else event._replace(state=None, batch=None)
+            state = {**state, "_skipped": skipped}
         if is_due:
             is_early = event.is_late and not getattr(self._writer, "takes_earlier_steps", False)
             self._last = max(self._last, event.step)
-            step = self._last if is_early else event.step
-            with self._lock:
-                self._active_writer().write_scalars(step, dict(event.metrics))
+            self._write(self._last if is_early else event.step, event.metrics)
         _raise_first(self._errors)
+        return state
 
-    def end_run(self) -> None:
+    def _multiple(self, state: Mapping[str, Any]) -> int:
+        """Return the last multiple before an event: that of the state, or of the first step."""
+        every: Any = self._every
+        is_known = state["multiple"] is not None and state["every"] == every
+        return state["multiple"] if is_known else self._opened_at // every  # type: ignore[no-any-return]
+
+    def end(self, state: Any) -> Any:
         """Write the last interval of train metrics."""
-        if self._skipped is not None:
-            with self._lock:
-                self._active_writer().write_scalars(self._skipped.step, dict(self._skipped.metrics))
-            self._skipped = None
+        skipped = None if self._every is None else state.get("_skipped")
+        if skipped is None or not self._has_events:  # or the run went back before it
+            return state
+        self._write(skipped.step, skipped.metrics)
+        return {**state, "_skipped": None}
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            self._active_writer().write_scalars(step, dict(metrics))
 
     def flush(self) -> None:
         """Flush the writer. An error is raised by the next event or by `close`, not here."""
@@ -285,7 +291,6 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
             self._errors.append(error)
 
     def close(self) -> None:
-        super().close()
         self.flush()
         try:
             call_optional(self._active_writer(), "close")

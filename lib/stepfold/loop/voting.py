@@ -1,7 +1,7 @@
 """Several processes of a run, which agree on what to do between two steps.
 
-A single process (`Alone` in `loop/fold.py`) acts on its requests at once. Several processes act on
-the same requests after the same steps, which they agree on by votes. Each votes with the signal
+A single process (`loop/inbox.py`) acts on its requests at once. Several processes act on the same
+requests after the same steps, which they agree on by votes. Each votes with the signal
 that it received, the highest other request, and the number of its requests to save. Votes are
 gathered on devices between two steps, and no process waits for them: they are dispatched after one
 step, and read when the next ones are dispatched. jax's own `reached_preemption_sync_point` receives
@@ -11,6 +11,7 @@ only SIGTERM, replaces its handler, and needs a setting before jax starts.
 import math
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ from stepfold.core.processes import KeyValues, Position, spell_error, spell_proc
 from stepfold.errors import DataError, StepfoldError, refuse, warn
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Gather
-from stepfold.loop.fold import NO_VALUE, Alone, Part
-from stepfold.loop.hooks.base import GoBack, Stop
+from stepfold.loop.hooks.events import GoBack, Stop
+from stepfold.loop.inbox import NO_VALUE, Inbox
 from stepfold.loop.run import Kind, Request, Requests, Run
 
 _VOTE_SECONDS = 0.25  # between votes
@@ -44,7 +45,7 @@ class _Pace(NamedTuple):
     max_steps: float = 1  # between votes; grows until the pace is certain
 
 
-class Several(Alone):
+class Voting(Inbox):
     """Several processes vote, and agree on the highest request of any of them."""
 
     is_alone = False
@@ -53,6 +54,7 @@ class Several(Alone):
     def __init__(self) -> None:
         super().__init__()
         self.position = Position()
+        self._inbox = deque[Request]()  # of this process, for its next vote
         self._own = Requests()
         self._save_requests = 0
         self._seen_saves: Any = 0  # of each process, in the last vote that was read
@@ -63,6 +65,9 @@ class Several(Alone):
         self._pace = _Pace()
         # Vote on each pull if a process may have fewer batches.
         self._votes_on_batches = False
+
+    def notify(self, request: Request) -> None:
+        self._inbox.append(request)
 
     def join(self, feed: BatchFeed, run: Run) -> None:
         self._votes, self._has_visited = None, False
@@ -83,79 +88,86 @@ class Several(Alone):
     def move(self, doing: str, step: int) -> None:
         self.position.move(doing, step)
 
-    def pull(self, feed: BatchFeed, run: Run, until: float) -> tuple[Run, list[Any]]:
-        self.move(Position.BATCH, run.step)
-        run, batches = self._pull(feed, run, until)
-        self.move("a step", run.step)
-        return run, batches
+    def pull(self, feed: BatchFeed, run: Run, step: int, state: Any, count: int) -> list[Any]:
+        self.move(Position.BATCH, step)
+        batches = self._pull(feed, run, step, state, count)
+        self.move("a step", step)
+        return batches
 
-    def _pull(self, feed: BatchFeed, run: Run, until: float) -> tuple[Run, list[Any]]:
+    def _pull(self, feed: BatchFeed, run: Run, step: int, state: Any, count: int) -> list[Any]:
         try:
-            run, batches = super().pull(feed, run, until)
+            batches = super().pull(feed, run, step, state, count)
         except Exception as error:
             if not self._votes_on_batches:  # the others may have dispatched this step already
                 raise
             self._defer(run, error)
             batches = []
         if self._votes_on_batches:
-            return self._agree_on_batches(run, batches)
-        left, is_new = feed.batches_left(run.batches_used), run.is_at_start and run.resumed is None
+            return self._agree_on_batches(run, step, batches)
+        left = feed.batches_left(run.batches_used + step - run.step)
+        is_new = step == run.began and run.resumed is None
         if not batches and left and not is_new:
             more = "no end" if left == math.inf else f"{left} more"
-            expected = f"{more} after step {run.step}, by their own count"
+            expected = f"{more} after step {step}, by their own count"
             advice = "give every process the same number"  # the others are in a step already
             refuse("batches", expected, "the end", advice, kind=DataError)
-        return run, batches
+        return batches
 
-    def do(self, part: Part, run: Run) -> Run:
-        self.move(part.name, run.step)
-        run = part(run)
-        self.move("the loop", run.step)
-        return run
-
-    def _agree_on_batches(self, run: Run, batches: list[Any]) -> tuple[Run, list[Any]]:
+    def _agree_on_batches(self, run: Run, step: int, batches: list[Any]) -> list[Any]:
         """Keep as many batches as all processes have, so that all stop at the same step."""
-        self.move(Position.OTHERS, run.step)
-        if run.is_at_start:  # a process may be minutes late
+        self.move(Position.OTHERS, step)
+        if step in (run.began, run.resumed):  # a process may be minutes late
             KeyValues("fit").gather(None, "a first batch")
-        run, counts = self._settle(run, len(batches))
-        if min(counts) == 0 < max(counts) and not run.requests.has(Kind.ERROR):
+        counts = self._settle(len(batches))
+        has_failed = any(request.kind is Kind.ERROR for request in self.agreed)
+        if min(counts) == 0 < max(counts) and not has_failed:
             ended = [process for process, count in enumerate(counts) if not count]
             warn(
-                f"batches: expected the same number in every process, got {run.step} in "
+                f"batches: expected the same number in every process, got {step} in "
                 f"{spell_processes(ended)}, and more in the others, which stop there too; give "
                 "steps=…, or every process the same number",
             )
-        return run, batches[: min(counts)]
+        return batches[: min(counts)]
 
-    def agree_after_visit(self, run: Run) -> Run:
+    def next_vote(self, step: int) -> float:  # noqa: ARG002
+        if self._votes_on_batches:
+            return math.inf
+        return self._pace.voted_at + max(1, math.ceil(self._steps_between_votes()))
+
+    def _steps_between_votes(self) -> float:
+        """Return how many steps after the last vote the next one is due."""
+        pace = self._pace
+        seconds = _VISIT_VOTE_SECONDS if self._has_visited else _VOTE_SECONDS
+        return min(seconds / pace.longest if pace.longest else 1, pace.max_steps)
+
+    def hear_after_visit(self, run: Run) -> Run:
         self._has_visited = True  # in all processes, whether or not hooks saw an event
-        return self.agree(run)
+        return self.hear(run)
 
-    def agree(self, run: Run) -> Run:
+    def hear(self, run: Run) -> Run:
         """Vote if a vote is due, and agree on what the previous votes asked for.
 
         All processes vote after the same steps, because they derive them from the same votes and
         visits.
         """
+        steps = run.step - self._pace.voted_at
+        if not self._votes_on_batches and steps >= self._steps_between_votes():
+            self._vote(run.step, steps)
+        return super().hear(run)
+
+    def _vote(self, step: int, steps: int) -> None:
+        """Dispatch a vote, and read the previous one, of some steps before."""
         pace = self._pace
-        seconds = _VISIT_VOTE_SECONDS if self._has_visited else _VOTE_SECONDS
-        steps = run.step - pace.voted_at
-        if self._votes_on_batches or steps < min(
-            seconds / pace.longest if pace.longest else 1, pace.max_steps
-        ):
-            return run
         previous, self._votes = self._votes, self._dispatch()
-        self._pace, self._has_visited = pace._replace(voted_at=run.step), False
+        self._pace, self._has_visited = pace._replace(voted_at=step), False
         if previous is None:
-            return run
-        run = self._read(run, previous)
+            return
+        self._read(previous)
         now = time.perf_counter()
         if pace.read_at is not None:
             self._pace = self._pace._replace(step_seconds=(now - pace.read_at) / steps)
         most = min(2 * steps, _MAX_VOTE_STEPS)
         self._pace = self._pace._replace(read_at=now, max_steps=most)
-        return run
 
     def wait_for(
         self,
@@ -173,7 +185,7 @@ class Several(Alone):
             self.notify(request)
         return run
 
-    def hear(self, run: Run) -> Run:
+    def hear_during_event(self, run: Run) -> Run:
         return run
 
     def withdraw(self, run: Run, *kinds: Kind, instead: Sequence[Request] = ()) -> Run:
@@ -216,15 +228,16 @@ class Several(Alone):
                 refuse("fit", "no error in any process", got, kind=StepfoldError)
 
     def settle(self, run: Run) -> Run:
-        return self._settle(run)[0]
+        self._settle()
+        return super().hear(run)
 
-    def _settle(self, run: Run, batches: int = 0) -> tuple[Run, list[int]]:
+    def _settle(self, batches: int = 0) -> list[int]:
         """Agree now, and return the number of batches that each process has."""
         self._votes = None
         votes = self._dispatch(batches)
-        run = self._read(run, votes)
+        self._read(votes)
         counts: list[int] = np.asarray(votes.addressable_data(0))[:, 3].tolist()
-        return run, counts
+        return counts
 
     def conclude(self, run: Run) -> Run:
         self._read_inbox()
@@ -263,20 +276,19 @@ class Several(Alone):
         self._gather = self._gather or Gather()
         return self._gather(np.array(vote, np.int32))
 
-    def _read(self, run: Run, votes: jax.Array) -> Run:
+    def _read(self, votes: jax.Array) -> None:
         """Read votes, and agree on what they ask for."""
         rows = np.asarray(votes.addressable_data(0))
         self._pace = self._pace._replace(longest=rows[:, 2].max() / 1e6)
         if np.any(rows[:, 4] != self._seen_saves):  # counts, so that a dropped vote loses nothing
             self._seen_saves = rows[:, 4]
-            run = run.ask(Request(Kind.SAVE))
+            self.agreed.append(Request(Kind.SAVE))
         if number := int(rows[:, 0].max()):
-            run = run.ask(Request(Kind.SIGNAL, 0, signal.Signals(number)))
+            self.agreed.append(Request(Kind.SIGNAL, 0, signal.Signals(number)))
         if kind := int(rows[:, 1].max()):
-            run = run.ask(self._agreed(Kind(kind), int(np.argmax(rows[:, 1]))))
-        return run
+            self.agreed.append(self._highest(Kind(kind), int(np.argmax(rows[:, 1]))))
 
-    def _agreed(self, kind: Kind, process: int) -> Request:
+    def _highest(self, kind: Kind, process: int) -> Request:
         """Return the highest kind of request; `conclude` collects the reasons."""
         own = self._own.get(kind)
         if kind is Kind.ERROR:

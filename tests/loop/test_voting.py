@@ -12,18 +12,18 @@ import jax
 import numpy as np
 import pytest
 
-from stepfold.loop import peers as peers_module
-from stepfold.loop.fold import Alone, WaitInterrupted
-from stepfold.loop.hooks.base import GoBack, Stop
-from stepfold.loop.peers import Several
+from stepfold.loop import voting as voting_module
+from stepfold.loop.hooks.events import GoBack, Stop
+from stepfold.loop.inbox import Inbox, WaitInterrupted
 from stepfold.loop.run import Kind, Request, Requests, Run, make_hook_request
 from stepfold.loop.signals import Signals
+from stepfold.loop.voting import Voting
 
 
-def handler(peers=None):
-    """Make the signal handlers of a run, and the peers that they ask."""
-    peers = peers or Alone()
-    return Signals(peers), peers
+def handler(inbox=None):
+    """Make the signal handlers of a run, and the inbox that they ask."""
+    inbox = inbox or Inbox()
+    return Signals(inbox), inbox
 
 
 def at(step, run=None):
@@ -55,22 +55,22 @@ def handled_by(number, handler):
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN, lambda *_: None])
 def test_a_signal_is_kept_and_the_handlers_are_put_back(number, before):
     with handled_by(number, before):
-        signals, peers = handler()
+        signals, inbox = handler()
         with contextlib.suppress(OSError), signals.handle():
-            assert peers.signal is None
+            assert inbox.signal is None
             os.kill(os.getpid(), number)
-            assert peers.signal is agreed(peers.agree(at(1))) is number
+            assert inbox.signal is agreed(inbox.hear(at(1))) is number
             raise OSError
         assert signal.getsignal(number) is before
 
 
 def test_a_second_one_leaves_at_once(number):
-    signals, peers = handler()
+    signals, inbox = handler()
     with signals.handle():
         os.kill(os.getpid(), number)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert (peers.signal, peers.leaves_at_once) == (number, True)
+    assert (inbox.signal, inbox.leaves_at_once) == (number, True)
 
 
 def test_a_thread_of_its_own_watches_nothing():
@@ -88,8 +88,8 @@ def test_a_thread_of_its_own_watches_nothing():
 
 
 def test_waiting_is_interrupted(number):
-    signals, peers = handler()
-    peers.is_waiting = True
+    signals, inbox = handler()
+    inbox.is_waiting = True
 
     def wait():
         os.kill(os.getpid(), number)
@@ -147,15 +147,15 @@ def others(monkeypatch):
     votes = [[0] * 5, [0] * 5]
     gather = lambda mine: Votes(np.array([*votes, mine]))
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    monkeypatch.setattr(peers_module, "Gather", lambda: gather)
+    monkeypatch.setattr(voting_module, "Gather", lambda: gather)
     return votes
 
 
 def agreed_on(stop):
-    peers, run = Several(), at(1)
+    inbox, run = Voting(), at(1)
     if stop is not None:
-        run = peers.ask(run, make_hook_request(stop, 1, 1))
-    request = peers.settle(run).requests.due(1)
+        run = inbox.ask(run, make_hook_request(stop, 1, 1))
+    request = inbox.settle(run).requests.due(1)
     return request and request.reason
 
 
@@ -170,43 +170,43 @@ def test_several_processes_stop_if_one_has_a_reason_or_is_signalled(others):
 
 def test_corruption_in_one_process_outranks_a_spike_in_another(others):
     others[0][1] = Kind.CORRUPTION
-    peers = Several()
-    run = peers.settle(peers.ask(at(1), make_hook_request(GoBack(why="a spike"), 1, 1)))
+    inbox = Voting()
+    run = inbox.settle(inbox.ask(at(1), make_hook_request(GoBack(why="a spike"), 1, 1)))
     assert run.requests.due(1).kind is Kind.CORRUPTION
 
 
 def test_the_signal_of_another_process_is_no_first_one_of_this(others, number):
     others[0][0] = int(number)
-    signals, peers = handler(Several())
-    peers.settle(at(1))
+    signals, inbox = handler(Voting())
+    inbox.settle(at(1))
     with signals.handle():
         os.kill(os.getpid(), number)
-    assert not peers.leaves_at_once
+    assert not inbox.leaves_at_once
 
 
 def test_a_signal_during_a_vote_counts_in_the_next(others, number):
-    signals, peers = handler(Several())
+    signals, inbox = handler(Voting())
     with signals.handle():
-        peers.agree(at(1))
+        inbox.hear(at(1))
         signal.raise_signal(number)
-        run = peers.agree(at(2))  # reads the first votes
-        assert (peers.signal, agreed(run)) == (number, None)
-        run = peers.agree(at(3))
+        run = inbox.hear(at(2))  # reads the first votes
+        assert (inbox.signal, agreed(run)) == (number, None)
+        run = inbox.hear(at(3))
     assert agreed(run) is number
 
 
 def steps_of_votes(monkeypatch, others, seconds, last, visits=()):
     """Return the steps at which votes are dispatched if a step takes as long in a slow process."""
     steps, now = [], [0.0]
-    monkeypatch.setattr(peers_module.time, "perf_counter", lambda: now[0])
-    peers = Several()
+    monkeypatch.setattr(voting_module.time, "perf_counter", lambda: now[0])
+    inbox = Voting()
     for step in range(1, last):
         now[0] += 1e-3
         others[0][2] = int(seconds * 1e6)
-        before = peers._votes
-        agree = peers.agree_after_visit if step in visits else peers.agree
-        agree(at(step))
-        if peers._votes is not before:
+        before = inbox._votes
+        hear = inbox.hear_after_visit if step in visits else inbox.hear
+        hear(at(step))
+        if inbox._votes is not before:
             steps.append(step)
     return steps
 
@@ -228,38 +228,38 @@ def test_all_vote_about_four_times_a_second_at_the_pace_of_the_slowest(monkeypat
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN, lambda *_: None])
 def test_sigusr1_requests_saves_unless_the_program_handles_it_and_stops_nothing(before):
     with handled_by(signal.SIGUSR1, before):
-        signals, peers = handler()
-        peers.is_waiting = True  # which only a signal to stop interrupts
+        signals, inbox = handler()
+        inbox.is_waiting = True  # which only a signal to stop interrupts
         with signals.handle():
-            assert not peers.agree(at(1)).requests
+            assert not inbox.hear(at(1)).requests
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGUSR1)
-            kinds = [request.kind for request in peers.agree(at(1)).requests]
+            kinds = [request.kind for request in inbox.hear(at(1)).requests]
             assert kinds == ([] if inspect.isfunction(before) else [Kind.SAVE])
-            assert peers.signal is None
+            assert inbox.signal is None
         assert signal.getsignal(signal.SIGUSR1) is before
 
 
-def saves(peers, steps):
+def saves(inbox, steps):
     """Vote at each step, and return the steps at which the processes agree on a save."""
-    return [step for step in steps if peers.agree(at(step)).requests.has(Kind.SAVE)]
+    return [step for step in steps if inbox.hear(at(step)).requests.has(Kind.SAVE)]
 
 
 def test_several_processes_save_once_for_each_request_of_one(others):
     others[0][2] = 10_000_000  # a step takes ten seconds, so that each has a vote
-    peers = Several()
-    assert saves(peers, range(1, 5)) == []
+    inbox = Voting()
+    assert saves(inbox, range(1, 5)) == []
     others[1][4] = 1
-    assert saves(peers, range(5, 10)) == [6]  # voted at 5, read at 6
-    peers.notify(Request(Kind.SAVE))
+    assert saves(inbox, range(5, 10)) == [6]  # voted at 5, read at 6
+    inbox.notify(Request(Kind.SAVE))
     others[1][4] = 2
-    assert saves(peers, range(10, 15)) == [11]
+    assert saves(inbox, range(10, 15)) == [11]
 
 
 def test_a_request_in_a_vote_that_is_not_read_is_part_of_the_next(others):
     others[0][2] = 10_000_000
-    peers = Several()
-    peers.notify(Request(Kind.SAVE))
-    assert not peers.agree(at(1)).requests
-    run = peers.settle(at(1))  # drops the vote of step 1
+    inbox = Voting()
+    inbox.notify(Request(Kind.SAVE))
+    assert not inbox.hear(at(1)).requests
+    run = inbox.settle(at(1))  # drops the vote of step 1
     assert run.requests.has(Kind.SAVE)

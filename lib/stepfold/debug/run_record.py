@@ -19,7 +19,7 @@ from stepfold.object_storage import Bucket
 _SECTIONS = ("config", "arguments", "versions", "devices", "mesh", "seed", "parameters")
 
 
-class RunFiles:
+class RunRecord:
     """What the files of a run say.
 
     Attributes:
