@@ -143,3 +143,20 @@ def test_patience_of_the_processes_is_a_number_of_seconds(seconds):
 
 def test_one_process_may_be_given_any_patience():
     assert sf.start_distributed(patience=None).processes == 1
+
+
+def test_the_files_of_an_earlier_run_are_moved_aside_whoever_writes_them(tmp_path):
+    class Writes:
+        writes_metrics = True
+
+        def __call__(self, event):
+            with (tmp_path / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": event.step, "own": 1.0}) + "\n")
+
+    run = lambda: sf.fit(STEP, start(), BATCHES, run_dir=tmp_path, hooks=Writes(), log_every=2)
+    run()
+    with pytest.warns(UserWarning, match="its files are now in .*previous-1"):
+        run()
+    for folder in (tmp_path, tmp_path / "previous-1"):
+        rows = (folder / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(row)["step"] for row in rows] == [2, 4]

@@ -317,7 +317,8 @@ def _start_or_resume(session: Session, more_steps: int | None, resume: Any) -> N
     session.initialize()
     if session.files is not None:
         session.files.start(session.run)
-    if any(getattr(sink, "written_files", ()) for sink in session.hooks.sinks):
+    has_writer = any(getattr(sink, "written_files", ()) for sink in session.hooks.sinks)
+    if has_writer or session.files is not None:
         from stepfold.loop.run_files import move_earlier_files  # lazy: for files
 
         move_earlier_files(session.files, session.hooks.sinks, session.run.step)
