@@ -14,7 +14,7 @@ from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import check_shared, read_directory
 from stepfold.core.processes import agreement
 from stepfold.errors import StepfoldError, refuse, warn
-from stepfold.loop.hooks.base import Hook, Sink, Stopwatch, sink_name
+from stepfold.loop.hooks.base import Hook, ObjectEffects, Sink, Stopwatch, sink_name
 from stepfold.loop.hooks.events import Stop
 from stepfold.loop.json_files import open_regular
 from stepfold.loop.programs import Programs
@@ -80,7 +80,8 @@ class RunFiles:
             writer = RunWriter(self.metrics_path, csv=self.path / "metrics.csv")
             # Named, so that its state is not confused with that of a user's writer.
             own.append(log_to(async_writer(writer), name="metrics.jsonl"))
-        names = [*(hook.label for hook in hooks), *map(sink_name, [*sinks, *own])]
+        written = [sink_name(sink) for sink in sinks if not isinstance(sink, ObjectEffects)]
+        names = [*(hook.label for hook in hooks), *written]
         described: Any = run_metadata
         self._metadata = described(*arguments, self._config, names)
         self._report = ReportWriter(self.path, self._metadata, self.stopwatch, self.programs)

@@ -1,5 +1,6 @@
 """Hooks and sinks in runs: whose state is kept, what continues, and what is refused."""
 
+import json
 import math
 
 import numpy as np
@@ -491,3 +492,21 @@ def test_a_state_that_is_changed_in_place_does_not_reach_the_next_run():
     first, second = (fit(hook, steps=10).hooks["seen"]["seen"] for _ in range(2))
     assert first == second
     assert hook.init == {"seen": []}
+
+
+def test_files_name_hooks_and_sinks_as_the_user_knows_them(tmp_path):
+    class Opens:
+        def open(self, step, total):
+            pass
+
+        def __call__(self, event):
+            return None
+
+    writer = sf.log_to(sf.jsonl_writer(tmp_path / "own.jsonl"))
+    fit([Opens(), writer], run_dir=tmp_path / "run")
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    named = "test_files_name_hooks_and_sinks_as_the_user_knows_them"
+    assert info["arguments"]["hooks"] == ["stop_on_nonfinite", named, "log_to"]
+    parts = {part for part, _ in info["attempts"][0]["parts"] if part.startswith("hook ")}
+    assert {"hook Opens", "hook log_to", "hook metrics.jsonl"} <= parts
+    assert not any("effects" in part for part in parts)

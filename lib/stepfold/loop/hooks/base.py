@@ -441,6 +441,8 @@ class Hooks:
         self._parts = [f"hook {name.rpartition('.<locals>.')[2]}" for name in self.names]
         provides_none = [hook.provides is not None and not hook.provides for hook in hooks]
         self._order = sorted(range(len(hooks)), key=provides_none.__getitem__)
+        numbered = enumerate(sinks, len(hooks))  # objects get events as hooks
+        self._writers = [pair for pair in numbered if not isinstance(pair[1], ObjectEffects)]
         self.wants_epochs = any("epoch" in hook.also for hook in hooks)
         self.exact = any(hook.exact for hook in hooks)
         self.replaces = any(hook.declares(Replace, Reweight) for hook in hooks)
@@ -508,7 +510,7 @@ class Hooks:
                     requests[index] = request
                     if isinstance(request, Replace):
                         event = event._replace(state=request.state)
-            for index, sink in enumerate(self.sinks if has_metrics else (), len(self.hooks)):
+            for index, sink in self._writers if has_metrics else ():
                 new[index] = sink.write(new[index], event)
                 now = clock()
                 seconds[parts[index]] += now - start
