@@ -405,7 +405,7 @@ def save(run: Run, setup: Setup) -> Runs:
 
 
 def _call_part(part: Part, run: Run, inbox: Inbox) -> Runs:
-    """Do a part of the user while it is due."""
+    """Call a part of the user while it is due."""
     times = 0
     while part.is_due(run):
         inbox.move(part.name, run.step)
