@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from tests.small import full_but
 
 import stepfold as sf
 from stepfold import testing
@@ -37,7 +36,8 @@ BATCHES = {
 LAWS = ["deterministic", "finite", "order", "split", "padding", "slope", "bf16"]
 
 
-@pytest.mark.parametrize("name", full_but(["quickstart"], BATCHES))
+@pytest.mark.full
+@pytest.mark.parametrize("name", BATCHES)
 def test_the_loss_of_an_example_keeps_the_laws(name):
     example = importlib.import_module(name)
     batch = BATCHES[name]
@@ -46,6 +46,7 @@ def test_the_loss_of_an_example_keeps_the_laws(name):
     assert kept == [law for law in LAWS if law != "padding" or has_mask]
 
 
+@pytest.mark.full
 def test_dropout_of_the_quickstart_draws_from_its_key():
     example = importlib.import_module("quickstart")
     loss_fn = functools.partial(example.loss_fn, dropout=0.2)

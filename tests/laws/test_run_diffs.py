@@ -20,7 +20,7 @@ from tests.small import full_but
 
 import stepfold as sf
 from stepfold import tree
-from stepfold.debug import Cause, diff, run_files
+from stepfold.debug import Cause, diff, run_record
 
 STEPS, EVERY, LOG_EVERY, ROWS = 24, 6, 4, 48
 RANDOM = np.random.default_rng(0)
@@ -392,10 +392,10 @@ def no_checkpoints(*_):
 
 
 module = sys.modules[diff.__module__]
-TIMELINE, COMPARE = run_files._timeline, module._compare_leaves
+TIMELINE, COMPARE = run_record._timeline, module._compare_leaves
 METHODS = {
-    "the newest settings": (run_files, "_timeline", newest_alone, DEFAULT[2]),
-    "no notes": (run_files, "_notes", lambda info: [], DEFAULT[3]),
+    "the newest settings": (run_record, "_timeline", newest_alone, DEFAULT[2]),
+    "no notes": (run_record, "_notes", lambda info: [], DEFAULT[3]),
     "one leaf": (module, "_compare_leaves", first_leaf, DEFAULT[0]),
     "arguments without an effect": (module, "_WITHOUT_EFFECT", (), DEFAULT[4]),
     "nothing is inferred": (module, "_NOT_WRITTEN", {"code": ""}, DEFAULT[1]),
