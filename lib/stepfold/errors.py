@@ -167,8 +167,8 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     Frames of the standard library are skipped too, since a context manager or a thread calls
     stepfold through them. A thread without a frame of the user warns at the line of stepfold.
 
-    Frames are told apart by the modules that they run in. `warnings.warn(skip_file_prefixes=…)`, by
-    file, would stop in the `__init__` of a dataclass, which has no file.
+    Frames are skipped by module. `warnings.warn(skip_file_prefixes=…)` skips by file, and the
+    `__init__` of a dataclass has none.
 
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
     ...     warn("hooks: expected one of these, got two")

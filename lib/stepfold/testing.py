@@ -133,15 +133,7 @@ def check_loss(
     laws = _Laws("check_loss")
 
     def trace(**options: Any) -> Callable[..., dict[str, Any]]:
-        """Compile the loss and its gradient, and name what they return."""
-        function = make_grad(loss_fn, stateful=stateful, **options)
-        means: Any = lambda metrics: {name: each.compute() for name, each in metrics.items()}
-
-        @jax.jit
-        def run(params: Any, batch: Any, key: Any) -> dict[str, Any]:
-            grads, terms, metrics, _ = function(params, batch, key, model_state)
-            return {"gradient": grads, "term": means(terms), "metric": means(metrics)}
-
+        run = _trace_loss(make_grad(loss_fn, stateful=stateful, **options), model_state)
         return lambda batch, key=key: run(params, batch, key)
 
     evaluate = trace()
@@ -192,11 +184,27 @@ def check_loss(
         for function in (loss_fn, Precision(jnp.bfloat16).applied_to(loss_fn)):
             run = jax.jit(make_grad(function, stateful=stateful))
             losses.append(float(total_of(run(params, batch, key, model_state)[1])))
-        is_close = abs(losses[1] - losses[0]) <= bf16 * max(abs(losses[0]), 1e-6)
-        problem = f"the loss is {losses[1]:.4g} in bfloat16, and {losses[0]:.4g} in float32"
-        advice = "compute sums, softmax and norms in float32"
-        laws.add("bf16", "" if is_close else problem, advice)
+        _check_bf16(laws, losses[0], losses[1], bf16)
     return laws.end()
+
+
+def _trace_loss(grad: Callable[..., Any], model_state: Any) -> Callable[..., dict[str, Any]]:
+    """Compile a loss and its gradient, and name what they return."""
+    means: Any = lambda metrics: {name: each.compute() for name, each in metrics.items()}
+
+    @jax.jit
+    def run(params: Any, batch: Any, key: Any) -> dict[str, Any]:
+        grads, terms, metrics, _ = grad(params, batch, key, model_state)
+        return {"gradient": grads, "term": means(terms), "metric": means(metrics)}
+
+    return run
+
+
+def _check_bf16(laws: _Laws, exact: float, narrow: float, limit: float) -> None:
+    """Compare the loss in bfloat16 with that in float32."""
+    is_close = abs(narrow - exact) <= limit * max(abs(exact), 1e-6)
+    problem = f"the loss is {narrow:.4g} in bfloat16, and {exact:.4g} in float32"
+    laws.add("bf16", "" if is_close else problem, "compute sums, softmax and norms in float32")
 
 
 def _check_slope(laws: _Laws, loss_fn: Any, params: Any, batch: Any, key: Any) -> None:

@@ -457,6 +457,7 @@ def test_the_command_has_three_exit_codes(first, copy, tmp_path, capsys):
     assert command(first, copy) == 2
 
 
+@pytest.mark.full
 def test_the_command_runs_the_steps_of_a_script_again(first, tmp_path, capsys):
     other = train(tmp_path / "b", rate=2e-2)
     (tmp_path / "train.py").write_text(SCRIPT)

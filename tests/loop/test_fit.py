@@ -495,9 +495,10 @@ def evaluations(*names, **options):
         *(
             (
                 {"evaluation": evaluations(*names)},
-                rf"evaluation: expected different names, none of them train, got \['{names[0]}'",
+                r"evaluation: expected different names, none of them train, start, epoch, "
+                rf"got \['{names[0]}'",
             )
-            for names in (["eval", "eval"], ["train"], ["train/held_out"])
+            for names in (["eval", "eval"], ["train"], ["train/held_out"], ["start"], ["epoch"])
         ),
         ({"checkpoints": "here"}, r"checkpoints: expected sf.Checkpoints\(.*\), got str 'here'"),
         ({"time_limit": -1}, "time_limit: expected seconds, a number of at least 0, got -1"),

@@ -136,7 +136,8 @@ def check(folder, where, process, others, kind="list"):
     seconds = time.monotonic() - began
     for end in ends:
         assert end.code == 1, launch.report(ends)
-        assert "Error: cut here" in end.errors, launch.report(ends)
+        error = "ValueError" if kind == "temporary" else "OSError"
+        assert f"{error}: cut here" in end.errors, launch.report(ends)
     assert seconds < 60, launch.report(ends)
     return ends
 

@@ -130,7 +130,7 @@ def diff(
 def _compare_metrics(
     first: RunRecord, second: RunRecord, rtol: float
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the first row that differs and how that grows, as fields, and what was compared."""
+    """Find the first row that differs. Return fields of the result, and what was compared."""
     differing: dict[str, tuple[np.ndarray, ...]] = {}  # the columns from the first difference on
     compared = set[float]()
     for name in first.curves.keys() & second.curves.keys():
@@ -164,7 +164,7 @@ def _compare_metrics(
 def _compare_checkpoints(
     first: RunRecord, second: RunRecord, missing: list[str], rtol: float
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the first checkpoint that differs, as fields, and what was compared."""
+    """Find the first checkpoint that differs. Return the same two as `_compare_metrics`."""
     fields: dict[str, Any] = {"checkpoint": None, "leaves": (), "equal_until": 0}
     compared = {"checkpoints": 0, "leaves": 0, "last_checkpoint": 0}
     if rtol:

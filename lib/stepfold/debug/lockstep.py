@@ -74,7 +74,7 @@ def replay_steps(
             states = [run(one, [copy_arrays(batch)])[0] for run, one, batch in calls]
             if leaves := different_leaves(*states):
                 causes = [*_causes(before, batches, steps)]
-                # They say more exactly what was inferred, or seen in the hash of the program.
+                # Measured causes replace the inferred ones.
                 known = {"data", "hardware", "compiler", "code", "program"} if causes else set()
                 causes += [each for each in found.causes if each.kind not in known]
                 found = found._replace(step=number, equal_until=number - 1, leaves=leaves)

@@ -54,7 +54,7 @@ class RunRecord:
         with self._converted("run.json", self.missing):
             info = parse_json(bucket.read("run.json") or b"null")
             if info is None:
-                raise ValueError("there is none")
+                raise ValueError("the file is missing")
             self.timeline, self.notes = [*_timeline(info)][::-1], [*_notes(info)]
             self.skipped = [(*note["skipped"],) for note in info.get("rollbacks") or ()]
             self.config = info.get("config")

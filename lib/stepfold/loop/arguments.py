@@ -19,7 +19,7 @@ from stepfold.errors import refuse, warn
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.fold import Part
-from stepfold.loop.hooks.base import Hook, ObjectEffects, Sink, as_hook
+from stepfold.loop.hooks.base import EVENTS_WITHOUT_METRICS, Hook, ObjectEffects, Sink, as_hook
 from stepfold.loop.hooks.events import Event, GoBack, Nonfinite, Stop
 from stepfold.loop.hooks.stop import stop_on_nonfinite
 from stepfold.loop.hooks.stop import time_limit as stop_at_time_limit
@@ -95,8 +95,10 @@ def check_evaluations(evaluation: Any, state: Any) -> list[Evaluation]:
         read_instance("evaluation", item, Evaluation, "sf.Evaluation(…)")
         item.check_state(state)
     names = [item.name for item in evaluations]
-    if len(set(names)) < len(names) or any(name.split("/")[0] == "train" for name in names):
-        refuse("evaluation", "different names, none of them train", f"{names}", "give name=…")
+    taken = "train", *EVENTS_WITHOUT_METRICS
+    if len(set(names)) < len(names) or any(name.split("/")[0] in taken for name in names):
+        expected = f"different names, none of them {', '.join(taken)}"
+        refuse("evaluation", expected, f"{names}", "give name=…")
     return evaluations
 
 

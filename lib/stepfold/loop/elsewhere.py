@@ -96,7 +96,7 @@ class Elsewhere:
         return self._inbox.is_alone or self._is_planned(run)
 
     def take(self, run: Run, setup: Setup) -> Run:
-        """Show hooks the next result; return the run itself if there is none."""
+        """Show hooks the next result. If there is none, return the run unchanged."""
         self._inbox.move(self.name, run.step)
         if not self._queue and run.step != self._looked_at:
             self._looked_at = run.step

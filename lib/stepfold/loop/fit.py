@@ -30,7 +30,7 @@ from stepfold.loop.arguments import (
 )
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.hooks.base import AnyHook, Hooks, Sink, Stopwatch, call_optional
+from stepfold.loop.hooks.base import AnyHook, Hook, Hooks, Sink, Stopwatch, call_optional
 from stepfold.loop.hooks.events import Nonfinite, Stop
 from stepfold.loop.hooks.progress import DefaultProgress
 from stepfold.loop.inbox import Inbox
@@ -166,22 +166,11 @@ def fit(
         series = _open_series(checkpoints, files)
         if series is not None:
             on_error.callback(series.close)
-        default_sinks: list[Sink] = []
-        if files is not None:
-            arguments: dict[str, Any] = {
-                **lengths,
-                "log_every": log_every,
-                "time_limit": time_limit,
-            }
-            arguments |= {"steps_per_call": steps_per_call, "upload": run_directory.upload}
-            default_sinks = files.make_sinks(
-                all_hooks,
-                given.sinks,
-                (initial.state, batches, arguments, evaluations, checkpoints),
-                series,
-            )
-        if not any(sink.shows_progress for sink in given.sinks):
-            default_sinks.append(DefaultProgress())
+        settings: dict[str, Any] = {"log_every": log_every, "time_limit": time_limit}
+        settings |= {"steps_per_call": steps_per_call, "upload": run_directory.upload}
+        described = {"state": initial.state, "batches": batches, "arguments": lengths | settings}
+        described |= {"evaluations": evaluations, "checkpoints": checkpoints}
+        default_sinks = _make_default_sinks(files, all_hooks, given, described, series)
         to_do = more_steps or feed.total  # of the epochs, if they are given
         stopwatch = Stopwatch() if files is None else files.stopwatch
         check = watched.check if watched.unseen else None
@@ -192,16 +181,14 @@ def fit(
             Hooks(all_hooks, [*given.sinks, *default_sinks], stopwatch, check),
             series,
             Inbox() if jax.process_count() == 1 else _voting(),
-            Options(
-                evaluations, log_every, files is None or files.metrics_path is None, restored_parts
-            ),
+            Options(evaluations, log_every, not (files and files.metrics_path), restored_parts),
             total=initial.step + to_do if to_do else steps,
         )
         on_error.pop_all()
     session.files, session.parts = files, given.parts
     if run_directory.config is not None:
         session.on_open = partial(write_config, given.sinks, run_directory.config)
-    del state, initial, default_sinks  # so that a restored state can take the memory
+    del state, initial, described  # so that a restored state can take the memory
     with _attach_result(session), _opened(session, moved):
         _start_or_resume(session, more_steps, resume)
         _show_start(session)
@@ -261,6 +248,19 @@ def _open_files(directory: RunDirectory, given: Given) -> "RunFiles | None":
     from stepfold.loop.run_files import RunFiles  # lazy: a run without a directory has none
 
     return RunFiles(directory, has_writer=any(sink.writes_metrics for sink in given.sinks))
+
+
+def _make_default_sinks(
+    files: "RunFiles | None",
+    hooks: Sequence[Hook],
+    given: Given,
+    described: Mapping[str, Any],
+    series: "Series | None",
+) -> list[Sink]:
+    """Make the sinks of the files of the run, and one for progress unless a given one shows it."""
+    sinks = [] if files is None else files.make_sinks(hooks, given.sinks, described, series)
+    shows_progress = any(sink.shows_progress for sink in given.sinks)
+    return sinks if shows_progress else [*sinks, DefaultProgress()]
 
 
 def _open_series(checkpoints: Checkpoints | None, files: "RunFiles | None") -> "Series | None":

@@ -114,13 +114,13 @@ class Late(Protocol):
     def next(self, run: Run) -> float: ...
     def is_due(self, run: Run) -> bool: ...
     def take(self, run: Run, setup: "Setup") -> Run:
-        """Show hooks the next result; return the run itself if there is none."""
+        """Show hooks the next result. If there is none, return the run unchanged."""
 
     def awaits(self, run: Run) -> Sequence[str]:
         """Return the evaluations that a checkpoint of the step awaits."""
 
     def finish(self, run: Run, setup: "Setup") -> Run:
-        """At the end, show the next result, and wait for it; return the run if there is none."""
+        """Wait for the next result and show it. At the end, return the run unchanged."""
 
 
 class Setup(NamedTuple):
@@ -189,9 +189,9 @@ def next_due(run: Run, setup: Setup) -> float:
 def stretch(run: Run, held: list[Any], setup: Setup, until: float) -> tuple[Run, Any]:
     """Run steps up to a step, or until a request comes: the bare loop.
 
-    `held` has the last batch and the state, and is emptied, so that they are freed after the first
-    step. Returns the run after the last step that was done, and what was raised: None, an
-    exception, or `StopIteration` if there was no batch.
+    `held` is `[batch, state]`. It is emptied, so that the first step can free both. Returns the run
+    after the last completed step, and the error: None, an exception, or `StopIteration` if the
+    batches ended.
     """
     feed, inbox = setup.feed, setup.inbox
     call, max_steps = _call_of(run, setup), feed.steps_per_call

@@ -64,13 +64,13 @@ class RunFiles:
         self,
         hooks: Sequence[Hook],
         sinks: Sequence[Sink],
-        arguments: Any,
+        described: Mapping[str, Any],
         series: Series | None,
     ) -> list[Sink]:
         """Make the sinks that write the files.
 
-        `hooks` and `sinks` are the others of the run, and `arguments` the first ones of
-        `run_metadata`, for `run.json`.
+        `hooks` and `sinks` are the others of the run, and `described` the arguments of
+        `run_metadata` for `run.json`.
         """
         if self._url is not None:
             self._upload = Upload(self.path, self._url, series)
@@ -82,8 +82,7 @@ class RunFiles:
             own.append(log_to(async_writer(writer), name="metrics.jsonl"))
         written = [sink_name(sink) for sink in sinks if not isinstance(sink, ObjectEffects)]
         names = [*(hook.label for hook in hooks), *written]
-        described: Any = run_metadata
-        self._metadata = described(*arguments, self._config, names)
+        self._metadata = run_metadata(**described, config=self._config, hooks=names)
         self._report = ReportWriter(self.path, self._metadata, self.stopwatch, self.programs)
         # They are flushed in this order.
         return [*own, self._report, *([] if self._upload is None else [self._upload])]

@@ -140,8 +140,8 @@ class Sink:
     def open(self, step: int, total: int | None, seen: int) -> None:
         """Prepare for a run that begins after `step`; called again if it goes back.
 
-        `seen` is the step of the last event that the sink has received. Drop what was written for
-        later ones, since they come again.
+        `seen` is the step of the last event that the run keeps. Drop everything written for later
+        steps: their events come again.
         """
 
     def write_config(self, config: Mapping[str, Any]) -> None:
@@ -236,7 +236,7 @@ class BaseHook:
 AnyHook = Hook | Sink | EventHook
 """What `fit` takes as a hook; also parts of a run."""
 
-_WITHOUT_METRICS = "start", "epoch"  # kinds of events that hooks have to ask for
+EVENTS_WITHOUT_METRICS = "start", "epoch"  # kinds of events that hooks have to ask for
 
 
 class _Fresh:
@@ -324,7 +324,7 @@ def as_hook(hook: Any) -> Hook:
     """Return a `Hook` of a function of an event, of an object, or of a `Hook`."""
     if not isinstance(hook, Hook):
         return from_object(hook)
-    if isinstance(hook.also, str) or not {*hook.also} <= {*_WITHOUT_METRICS}:
+    if isinstance(hook.also, str) or not {*hook.also} <= {*EVENTS_WITHOUT_METRICS}:
         refuse("Hook: also", "some of ('start', 'epoch')", repr(hook.also))
     return hook if hook.name else hook._replace(name=hook_name(hook.update))
 
@@ -479,7 +479,7 @@ class Hooks:
 
     def update(self, states: States, event: Event) -> tuple[States, Event, list[HookRequest]]:
         """Return the next states, the event with the numbers of all hooks, and their requests."""
-        has_metrics, new = event.kind not in _WITHOUT_METRICS, [*states]
+        has_metrics, new = event.kind not in EVENTS_WITHOUT_METRICS, [*states]
         requests: dict[int, HookRequest] = {}
         clock, seconds, parts = time.perf_counter, self.stopwatch.seconds, self._parts
         began = start = clock()
