@@ -1,7 +1,6 @@
 """A stuck process of a run: all name it, print its stacks, and end."""
 
 import ctypes
-import faulthandler
 import json
 import threading
 import time
@@ -53,13 +52,14 @@ def finds(start, options):
     if not options:
         settings.set(f"patience/{job.process}", 1)  # by start(patience=1) in new processes
     watch = patience._Watch
-    judge, say, end = watch._judge, watch._say, watch._end
+    judge, say, end, end_after = watch._judge, watch._say, watch._end, watch._end_after
 
     def judge_soon(self, seen):
         self._limit = 1
         judge(self, seen)
 
     watch._judge, watch._end = judge_soon, lambda self: found.set()
+    watch._end_after = lambda self, seconds: None  # this process goes on, however slow it is
     watch._say = lambda self, text: lines.append(text)
     try:
         result = train(
@@ -67,9 +67,8 @@ def finds(start, options):
             **options,
         )
     finally:
-        watch._judge, watch._say, watch._end = judge, say, end
+        watch._judge, watch._say, watch._end, watch._end_after = judge, say, end, end_after
         settings.set(f"patience/{job.process}", DEFAULT_PATIENCE)
-        faulthandler.cancel_dump_traceback_later()  # which stays once a process is to end
     print(json.dumps([result.steps, lines]))
 
 
