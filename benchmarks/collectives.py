@@ -3,8 +3,8 @@
 A decoder of 12 layers is compiled, but not run, for 8 and for 64 virtual devices. With parameters
 of P bytes, replication ("dp") needs one all-reduce of gradients per step, which sends 2 (n-1)/n P
 from each device. Sharding ("fsdp") needs two all-gathers and one reduce-scatter, 3 (n-1)/n P.
-Gradients come from the compiler or from `sf.reduce_once`. "as scatter" counts all-reduces of
-sharded gradients as reduce-scatters, which GPU and TPU compilers emit and the CPU compiler does
+Gradients come from the compiler or from `sf.sharding.reduce_once`. "as scatter" counts all-reduces
+of sharded gradients as reduce-scatters, which GPU and TPU compilers emit and the CPU compiler does
 not.
 """
 
@@ -22,7 +22,10 @@ from measure import Claim, show
 
 import stepfold as sf
 
-LAYOUTS = {"dp": ((-1, 1), lambda path, leaf: PartitionSpec()), "fsdp": ((1, -1), sf.fsdp())}
+LAYOUTS = {
+    "dp": ((-1, 1), lambda path, leaf: PartitionSpec()),
+    "fsdp": ((1, -1), sf.sharding.fsdp()),
+}
 
 
 def measure(layers, width, counts, everything=True):
@@ -47,7 +50,7 @@ def compiled(layout, n, way, layers, width):
     shape = jax.eval_shape(lambda key: sf.init_state(start, tx, key), jax.random.key(0))
     plan = sf.make_sharding(shape, mesh, rules)
     if way == "reduce_once":
-        loss, grad = loss_fn, sf.reduce_once(plan)
+        loss, grad = loss_fn, sf.sharding.reduce_once(plan)
     else:
         # Without a constraint the compiler may shard activations like the parameters.
         rows = NamedSharding(mesh, PartitionSpec(("dp", "fsdp")))

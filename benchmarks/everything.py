@@ -74,8 +74,8 @@ def linear_loss(params, batch, _key):
 
 def optimizer(steps, mesh=None):
     """Make the optimizer of the plain run, with a norm in one order, and its state in bfloat16."""
-    clip = None if mesh is None else sf.clip_by_ordered_norm(1.0, mesh)
-    return sf.low_precision(nanogpt.optimizer(steps, clip))
+    clip = None if mesh is None else sf.optim.clip_by_ordered_norm(1.0, mesh)
+    return sf.optim.low_precision(nanogpt.optimizer(steps, clip))
 
 
 def eventful(seed, steps, folder, attempt):
@@ -84,7 +84,7 @@ def eventful(seed, steps, folder, attempt):
     shape = jax.eval_shape(lambda: sf.init_state(weights, optimizer(steps), key))
 
     mesh = sf.make_mesh((1, jax.device_count(), 1, 1))
-    plan, tx = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1)), optimizer(steps, mesh)
+    plan, tx = sf.make_sharding(shape, mesh, sf.sharding.fsdp(min_size=1)), optimizer(steps, mesh)
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
@@ -95,14 +95,14 @@ def eventful(seed, steps, folder, attempt):
 
     half = steps // 2
     result = sf.fit(
-        sf.make_train_step(linear_loss, tx, grad=sf.ordered(plan)),
+        sf.make_train_step(linear_loss, tx, grad=sf.sharding.ordered(plan)),
         sf.init_state(weights, optimizer(steps), key, sharding=plan),
         pieces(seed, steps, damaged=(half, half + 1)),
         steps=steps,
         evaluation=evaluation(),
         run_dir=folder,
         checkpoints=sf.Checkpoints(every=steps // 6),
-        hooks=[sf.roll_back_on_spike(window=steps // 12, skip=2), lose_a_process],
+        hooks=[sf.hooks.roll_back_on_spike(window=steps // 12, skip=2), lose_a_process],
     )
     record = json.loads(Path(folder, "run.json").read_text())
     return {

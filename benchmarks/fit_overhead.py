@@ -149,12 +149,14 @@ def plain(step, state, batches, **options):
 def all_on(step, state, batches, **options):
     """Run `fit` with every feature."""
     with tempfile.TemporaryDirectory() as folder:
-        tensorboard = sf.async_writer(sf.tensorboard_writer(Path(folder) / "events"))
+        tensorboard = sf.writers.async_writer(
+            sf.writers.tensorboard_writer(Path(folder) / "events")
+        )
         hooks = [
             sf.progress(file=Terminal()),
-            sf.throughput(),
+            sf.hooks.throughput(),
             sf.log_to(tensorboard),
-            sf.watchdog(600),
+            sf.hooks.watchdog(600),
         ]
         sf.fit(
             step,

@@ -150,7 +150,7 @@ def measure(name, quick=False, size=LARGE):
     start, key = partial(init, size), jax.random.key(0)
     shape = jax.eval_shape(lambda key: sf.init_state(start, tx, key), key)
     plan = sf.make_sharding(shape, mesh)
-    grad = sf.reduce_once(plan) if count > 1 else sf.make_grad
+    grad = sf.sharding.reduce_once(plan) if count > 1 else sf.make_grad
     loss = partial(loss_fn, size, options["remat"], attention)
     kept = {"accumulate": options["accumulate"], "precision": "bf16", "grad": grad}
     step = sf.make_train_step(loss, tx, **kept)
@@ -176,7 +176,7 @@ def measure(name, quick=False, size=LARGE):
         row["predicted MiB"] = report.memory.peak / 2**20
         row["temp MiB"] = report.memory.temporaries / 2**20
         seconds = timed(step, sf.init_state(start, tx, key, sharding=plan), batch, size.steps)
-    except sf.OutOfMemoryError:
+    except sf.errors.OutOfMemoryError:
         return row | {"ms a step": "too large"}
     seen, by_hand = batch["tokens"].size, flops(size, batch["tokens"].size)
     row |= {"ms a step": 1e3 * seconds, "tokens/s": seen / seconds}

@@ -109,7 +109,7 @@ def main(argv=None):
     quick = parser.parse_args(argv).quick
     rows = measure((1024, 64, 2048), 128, 3) if quick else measure((4096, 256, 16384), 512, 7)
     if not quick and importlib.util.find_spec("libtpu"):
-        mesh = sf.make_mesh(devices=sf.devices_of("v5e:1x1"))
+        mesh = sf.make_mesh(devices=sf.sharding.devices_of("v5e:1x1"))
         sharding = jax.NamedSharding(mesh, jax.P())
         rows += measure((8192, 2048, 131072), 1024, 0, jnp.bfloat16, sharding)
     show(rows, judge(rows))

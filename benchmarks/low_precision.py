@@ -41,9 +41,9 @@ def nearest(tx):
 # parameters by default.
 WAYS = {
     EXACT: (lambda tx: tx, jnp.float32),
-    MOMENTS: (sf.low_precision, jnp.float32),
+    MOMENTS: (sf.optim.low_precision, jnp.float32),
     NEAREST: (nearest, jnp.float32),
-    ALL: (sf.low_precision, jnp.bfloat16),
+    ALL: (sf.optim.low_precision, jnp.bfloat16),
     ALL_NEAREST: (lambda tx: tx, jnp.bfloat16),
 }
 

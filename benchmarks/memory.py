@@ -2,7 +2,8 @@
 
 Each model takes one step in a process of its own. If the backend counts its memory, that number is
 compared; on CPU it is the largest growth of the process since before the state was created. The
-table also shows the state on one of 8 virtual devices under `sf.fsdp()`, relative to an eighth.
+table also shows the state on one of 8 virtual devices under `sf.sharding.fsdp()`, relative to an
+eighth.
 """
 
 import argparse

@@ -88,7 +88,7 @@ def prepare(mesh, inner=INNER, outer=OUTER, steps=STEPS):
     alone = sf.init_state(init, inner, key, sharding=NamedSharding(mesh, P()))
     state = init_outer(sf.init_state(init, inner, key), outer, mesh.shape["dp"])
     plan = sf.make_sharding(state, mesh, [("^workers/", P("dp")), ("", P())])
-    return (step, alone), (make_round(step, outer, steps), sf.place(state, plan))
+    return (step, alone), (make_round(step, outer, steps), sf.sharding.place(state, plan))
 
 
 def main():

@@ -34,12 +34,12 @@ def name_map(prefix=""):
         ("down", "mlp.c_proj"),
     ]
     fused = tuple(f"layers/{name}/{{kind}}" for name in ("query", "key", "value"))
-    return sf.NameMap(
+    return sf.checkpoint.NameMap(
         [
             ("embed", prefix + "wte.weight"),
             ("position", prefix + "wpe.weight"),
             ("norm/{kind}", prefix + "ln_f.{kind}"),
-            sf.NameRule(fused, prefix + "h.{layer}.attn.c_attn.{kind}", axis=-1),
+            sf.checkpoint.NameRule(fused, prefix + "h.{layer}.attn.c_attn.{kind}", axis=-1),
             *((f"layers/{o}/{{kind}}", f"{prefix}h.{{layer}}.{t}.{{kind}}") for o, t in parts),
         ],
         # Causal masks, and the embedding once more.
@@ -95,11 +95,11 @@ def main(folder=None, prefix="", steps=STEPS):
     names = name_map(prefix)
     if folder is None:
         folder = Path("runs/gpt2/base")
-        sf.export_params(folder, init(CONFIG, jax.random.key(0)), names=names)
+        sf.checkpoint.export_params(folder, init(CONFIG, jax.random.key(0)), names=names)
         (folder / "config.json").write_text(json.dumps(CONFIG))
     config = json.loads(Path(folder, "config.json").read_text())
     like = jax.eval_shape(partial(init, config), jax.random.key(0))
-    params = sf.load_params(folder, like, names=names, cast=True)
+    params = sf.checkpoint.load_params(folder, like, names=names, cast=True)
 
     text = "".join(topics.topics.values()).encode()[: 4096 * LENGTH]  # bytes as tokens
     rows = np.frombuffer(text, np.uint8).astype(np.int32).reshape(-1, LENGTH)
@@ -109,7 +109,7 @@ def main(folder=None, prefix="", steps=STEPS):
     result = sf.fit(step, state, sf.batches(rows, BATCH, seed=0), steps=steps, log_every=10)
     print("loss", *(f"{loss:.3f}" for loss in result.history["train/loss"]))
 
-    sf.export_params("runs/gpt2/tuned", result.state.params, names=names)
+    sf.checkpoint.export_params("runs/gpt2/tuned", result.state.params, names=names)
     Path("runs/gpt2/tuned/config.json").write_text(json.dumps(config))
     print("GPT2LMHeadModel.from_pretrained('runs/gpt2/tuned') loads it")
 

@@ -27,7 +27,7 @@ STEPS, BATCH, LENGTH, RANK = 50, 16, 64, 4
 def name_map(config):
     """Map our paths to the hub's names, with linear layers that are (out, in)."""
     heads, shared = config["num_attention_heads"], config["num_key_value_heads"]
-    at, linear = "model.layers.{layer}.", partial(sf.NameRule, transpose=(1, 0))
+    at, linear = "model.layers.{layer}.", partial(sf.checkpoint.NameRule, transpose=(1, 0))
     qkv = tuple(f"{at}self_attn.{name}_proj.weight" for name in "qkv")
     rules = [
         ("embed", "model.embed_tokens.weight"),
@@ -38,7 +38,9 @@ def name_map(config):
         linear("layers/out", at + "self_attn.o_proj.weight"),
         linear("layers/{name}", at + "mlp.{name}_proj.weight"),  # gate, up, down
     ]
-    return sf.NameMap(rules, ignore=[at + "self_attn.rotary_emb"])  # a buffer of older files
+    return sf.checkpoint.NameMap(
+        rules, ignore=[at + "self_attn.rotary_emb"]
+    )  # a buffer of older files
 
 
 def init(config, key):
@@ -102,8 +104,12 @@ def main(folder=None, steps=STEPS):
     config = CONFIG if folder is None else json.loads(Path(folder, "config.json").read_text())
     names, start = name_map(config), partial(init, config)
     if folder is None:
-        sf.export_params(folder := "runs/llama/base", start(jax.random.key(0)), names=names)
-    base = sf.load_params(folder, jax.eval_shape(start, jax.random.key(0)), names=names, cast=True)
+        sf.checkpoint.export_params(
+            folder := "runs/llama/base", start(jax.random.key(0)), names=names
+        )
+    base = sf.checkpoint.load_params(
+        folder, jax.eval_shape(start, jax.random.key(0)), names=names, cast=True
+    )
     text = "".join(topics.topics.values()).encode()[: 4096 * LENGTH]  # bytes as tokens
     rows = np.frombuffer(text, np.uint8).astype(np.int32).reshape(-1, LENGTH)
     tx, variables = optax.adam(1e-2), (init_factors(base, jax.random.key(1)), base)
@@ -111,7 +117,7 @@ def main(folder=None, steps=STEPS):
     state = sf.init_state(variables, tx, jax.random.key(2), stateful=True)
     result = sf.fit(step, state, sf.batches(rows, BATCH, seed=0), steps=steps, log_every=10)
     print("loss", *(f"{loss:.3f}" for loss in result.history["train/loss"]))
-    sf.export_params("runs/llama/tuned", merge(base, result.state.params), names=names)
+    sf.checkpoint.export_params("runs/llama/tuned", merge(base, result.state.params), names=names)
     Path("runs/llama/tuned/config.json").write_text(json.dumps(config))
     print("LlamaForCausalLM.from_pretrained('runs/llama/tuned') loads it")
 

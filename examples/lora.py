@@ -104,7 +104,7 @@ def main(epochs=EPOCHS):
     groups = {"trained": optax.adam(5e-3), "frozen": optax.set_to_zero()}
     tx = optax.multi_transform(groups, labels)
     state = sf.init_state(params, tx, jax.random.key(2))
-    print(sf.parameter_table(state.params))
+    print(sf.inspect.parameter_table(state.params))
     adapted = lambda params, *rest: loss_fn(merge(params), *rest)
     state = train(adapted, state, tx, train_data, epochs)
     print_accuracy("adapted", adapted, state, test)

@@ -90,7 +90,7 @@ def main(directory="runs/own_loop"):
     batches = sf.batches(train, BATCH, seed=0)
 
     with sf.Checkpoints(directory, every=75, keep=2) as series:
-        if sf.latest_step(directory) is not None:
+        if sf.checkpoint.latest_step(directory) is not None:
             restored = series.restore(state)
             state = restored.state
             batches.set_state(restored.data)

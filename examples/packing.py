@@ -58,7 +58,7 @@ def loss_fn(params, batch, key):
     """Return the mean over bytes that follow a byte of the same paragraph."""
     del key
     ids = batch["segment_ids"]
-    mask = sf.block_diagonal_mask(ids, causal=True)[:, None]
+    mask = sf.data.block_diagonal_mask(ids, causal=True)[:, None]
     x = params["embed"][batch["tokens"]] + params["position"][batch["positions"]]
     for i in range(LAYERS):
         x = layer(mask, x, jax.tree.map(lambda w, i=i: w[i], params["layers"]))

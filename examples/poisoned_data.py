@@ -70,7 +70,10 @@ def main(run_dir="runs/poisoned"):
     plain = train(batches(), f"{run_dir}/plain")
     print(f"without going back: {plain.stop_reason}; test accuracy {accuracy(plain.state):.3f}")
 
-    hooks = [sf.roll_back_on_spike(window=20, deviations=50.0, skip=3), sf.roll_back_on_nonfinite()]
+    hooks = [
+        sf.hooks.roll_back_on_spike(window=20, deviations=50.0, skip=3),
+        sf.hooks.roll_back_on_nonfinite(),
+    ]
     result = train(batches(), f"{run_dir}/going_back", hooks)
     for entry in json.loads(Path(run_dir, "going_back/run.json").read_text())["rollbacks"]:
         print(f"skipped batches {entry['skipped']}: {entry['why']}")

@@ -89,7 +89,7 @@ def train(params, mesh, is_stacked):
     plan = sf.make_sharding(params, mesh)
     tx = optimizer(stacked(MUON, plan) if is_stacked else MUON)
     make_state = partial(sf.init_state, params, tx, jax.random.key(0))
-    rules = [("mu/[0-9]+x[0-9]+$", P(mesh.axis_names))] * is_stacked + [sf.fsdp()]
+    rules = [("mu/[0-9]+x[0-9]+$", P(mesh.axis_names))] * is_stacked + [sf.sharding.fsdp()]
     state = make_state(sharding=sf.make_sharding(jax.eval_shape(make_state), mesh, rules))
     data = {"image": np.float32(load_digits().data / 16), "label": load_digits().target}
     batch = sf.batches(data, BATCH, seed=0).at(0)

@@ -25,7 +25,7 @@ RULES = [
     ("embed", P("tp", None)),
     ("(query|key|value|up)$", P(None, "fsdp", "tp")),  # the leading axis is that of the layers
     ("(out|down)$", P(None, "tp", "fsdp")),
-    sf.fsdp(),  # all others; norms are below its minimum size and stay replicated
+    sf.sharding.fsdp(),  # all others; norms are below its minimum size and stay replicated
 ]
 
 
@@ -92,7 +92,7 @@ def main(steps=STEPS):
 
     shape = jax.eval_shape(lambda key: sf.init_state(init, tx, key), jax.random.key(0))
     plan = sf.make_sharding(shape, mesh, RULES)
-    print(sf.sharding_table(shape.params, plan.params), "\n")
+    print(sf.sharding.sharding_table(shape.params, plan.params), "\n")
 
     step, data = sf.make_train_step(make_loss(mesh), tx), batches(seed=0)
     batch = sf.shard_batch(next(data), mesh)

@@ -1,10 +1,11 @@
 """Find a device that computes wrong numbers: its neighbour computes its rows again.
 
 Run it with `python examples/silent_corruption.py`; it takes some seconds on two cores. Sometimes a
-processor computes a wrong number. `sf.check_step` runs a step twice and finds an error that comes
-and goes, but not one that is always the same. So here each device computes the gradient of its own
-rows and of those of the next device, and compares bits. A device that is always wrong fails twice:
-at its own rows, which its neighbour checks, and at the rows that it checks. Device 3 is made wrong.
+processor computes a wrong number. `sf.debug.check_step` runs a step twice and finds an error that
+comes and goes, but not one that is always the same. So here each device computes the gradient of
+its own rows and of those of the next device, and compares bits. A device that is always wrong fails
+twice: at its own rows, which its neighbour checks, and at the rows that it checks. Device 3 is made
+wrong.
 """
 
 import jax
@@ -93,7 +94,7 @@ def main(steps=STEPS):
         state = sf.init_state(init, TX, jax.random.key(0), sharding=plan)
         step = sf.make_train_step(loss_fn, TX, grad=checked_by_neighbours(mesh, wrong))
         result = sf.fit(
-            sf.check_step(step, every=2), state, sf.batches(data, BATCH, seed=0), steps=steps
+            sf.debug.check_step(step, every=2), state, sf.batches(data, BATCH, seed=0), steps=steps
         )
         history = result.history
         suspects = [i for i in range(DEVICES) if history[f"train/suspect/{i}"][-1]]

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import stepfold as sf
-from stepfold.loop.hooks.base import Hooks, as_hook
+from stepfold.loop.hook import Hooks, as_hook
 
 TX = optax.sgd(0.1)
 

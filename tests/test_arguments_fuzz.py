@@ -75,7 +75,7 @@ def saved():
 @cache
 def exported():
     path = folder()
-    sf.export_params(path, PARAMS)
+    sf.checkpoint.export_params(path, PARAMS)
     return path
 
 
@@ -89,7 +89,7 @@ VALID = {
         "measure": EVAL, "batches": batches, "every": 1, "every_epochs": 1, "name": "eval",
     },
     "Precision": lambda: {"compute": "bfloat16", "keep": "norm"},
-    "async_writer": lambda: {"writer": sf.Writer(), "depth": 2},
+    "async_writer": lambda: {"writer": sf.writers.Writer(), "depth": 2},
     "average_checkpoints": lambda: {"directory": saved(), "steps": [1], "like": None, "part": "w"},
     "batches": lambda: {
         "source": DATA, "batch_size": 8, "seed": 0, "start": 0, "epochs": 1, "remainder": "drop",
@@ -136,14 +136,14 @@ VALID = {
     "jsonl_writer": lambda: {"path": folder() + "/a.jsonl", "csv": folder() + "/a.csv"},
     "latest_step": lambda: {"directory": saved()},
     "load_params": lambda: {"path": exported(), "like": PARAMS, "names": None, "cast": False},
-    "log_to": lambda: {"writer": sf.Writer(), "every": 1, "everywhere": False},
+    "log_to": lambda: {"writer": sf.writers.Writer(), "every": 1, "everywhere": False},
     "low_precision": lambda: {"tx": TX, "dtype": "bfloat16"},
     "make_eval_step": lambda: {"loss_fn": loss_fn, "precision": None, "stateful": False},
     "make_mesh": lambda: {
         "dims": (1,), "names": ("fsdp",), "dcn_dims": None, "devices": jax.devices()[:1],
     },
     "make_sharding": lambda: {
-        "tree": PARAMS, "mesh": MESH, "rules": sf.fsdp(), "misfit": "error",
+        "tree": PARAMS, "mesh": MESH, "rules": sf.sharding.fsdp(), "misfit": "error",
     },
     "make_train_step": lambda: {
         "loss_fn": loss_fn, "tx": TX, "accumulate": 1, "precision": None, "remat": None,
@@ -188,7 +188,7 @@ VALID = {
     "verify": lambda: {"directory": saved()},
     "watchdog": lambda: {"seconds": 100.0, "abort": False, "file": io.StringIO()},
     "weight_statistics": lambda: {
-        "pattern": "w", "writer": sf.Writer(), "samples": 10, "name": "weights",
+        "pattern": "w", "writer": sf.writers.Writer(), "samples": 10, "name": "weights",
     },
 }  # fmt: skip
 WRONG = {
@@ -293,13 +293,13 @@ def test_wrong_argument_of_a_trainer_is_refused_by_name(parameter):
 
 @pytest.mark.parametrize("wrong", ["", None, 3])
 def test_evaluation_without_a_function_is_refused(wrong):
-    with pytest.raises(sf.ConfigError, match="eval_step: expected a function"):
+    with pytest.raises(sf.errors.ConfigError, match="eval_step: expected a function"):
         sf.evaluate(wrong, state(), batches())
 
 
 def test_deleted_metrics_are_continued_with_a_warning(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    writer = sf.jsonl_writer(path)
+    writer = sf.writers.jsonl_writer(path)
     writer.write_scalars(1, {"a": 1.0})
     path.unlink()
     with pytest.warns(RuntimeWarning, match="deleted during the run, with the rows up to step 1"):
@@ -311,7 +311,7 @@ def test_deleted_metrics_are_continued_with_a_warning(tmp_path):
 def test_blank_last_line_is_continued(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 1.0}\n\n')
-    writer = sf.jsonl_writer(path)
+    writer = sf.writers.jsonl_writer(path)
     writer.write_scalars(2, {"a": 2.0})
     writer.close()
     assert path.read_text() == '{"step": 1, "a": 1.0}\n{"step": 2, "a": 2.0}\n'

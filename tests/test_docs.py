@@ -21,13 +21,13 @@ pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.not_opt
 MODULES = [module.name for module in pkgutil.walk_packages(stepfold.__path__, "stepfold.")]
 
 SLOW = {  # whose examples compile most
-    *("stepfold.core.cross_entropy", "stepfold.core.ema", "stepfold.core.gradients"),
+    *("stepfold.optim.cross_entropy", "stepfold.optim.ema", "stepfold.core.gradients"),
     *("stepfold.core.precision", "stepfold.core.step", "stepfold.sharding.ordered"),
     *("stepfold.inspect.choose", "stepfold.inspect.report"),
-    *("stepfold.loop.fold", "stepfold.loop.replay.rerun"),
+    *("stepfold.loop.fold", "stepfold.debug.rerun"),
     *("stepfold.adapter.from_arguments", "stepfold.adapter.hezar", "stepfold.adapter.qurious"),
     *("stepfold.adapter.trainer", "stepfold.checkpoint.names", "stepfold.checkpoint.series"),
-    *("stepfold.core.loss", "stepfold.core.spikes", "stepfold.data.workers"),
+    *("stepfold.core.loss", "stepfold.optim.spikes", "stepfold.data.workers"),
     *("stepfold.inspect.compiled", "stepfold.sharding.reduce", "stepfold.testing"),
 }
 

@@ -1,6 +1,7 @@
 """Every error is a `StepfoldError`, and reads by one pattern."""
 
 import inspect
+import re
 
 import numpy as np
 import pytest
@@ -39,15 +40,14 @@ def test_a_refusal_has_the_cause_that_is_given():
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("value_and_grad", "make_grad"), ("average", "average_checkpoints")]
+    ("old", "new"), [("value_and_grad", "make_grad"), ("stop_after", "fit(time_limit=…)")]
 )
 def test_a_renamed_function_gives_its_new_name(old, new):
-    with pytest.raises(AttributeError, match=f"stepfold: {old} is now {new}"):
+    with pytest.raises(AttributeError, match=re.escape(f"stepfold: {old} is now {new}")):
         getattr(stepfold, old)
-    with pytest.raises(ImportError, match=f"stepfold: {old} is now {new}"):
+    with pytest.raises(ImportError, match=re.escape(f"stepfold: {old} is now {new}")):
         exec(f"from stepfold import {old}", {})
     assert not hasattr(stepfold, old)
-    assert callable(getattr(stepfold, new))
     assert old not in dir(stepfold)
 
 

@@ -75,12 +75,12 @@ def donated():
 MISTAKES = {
     "a loss of two arguments": (
         lambda: sf.make_train_step(lambda params, batch: 0.0, TX),
-        sf.LossError,
+        sf.errors.LossError,
         r"expected loss_fn\(params, batch, key\), got <lambda>\(params, batch\)",
     ),
     "a loss for each example": (
         lambda: trace(lambda p, b, key: (predict(p, b["x"]) ** 2).mean(-1)),
-        sf.LossError,
+        sf.errors.LossError,
         r"loss: expected a scalar, got float32\[8\]; return sf.mean\(values, mask\)",
     ),
     "a loss that is a Python number": (
@@ -95,12 +95,12 @@ MISTAKES = {
     ),
     "metrics that are arrays": (
         lambda: trace(lambda p, b, key: (predict(p, b["x"]).mean(), {"top": b["x"].mean(0)})),
-        sf.LossError,
+        sf.errors.LossError,
         r"metrics/top: expected a number or a clu.metrics.Metric, got float32\[4\]; wrap values as",
     ),
     "metrics before the loss": (
         lambda: trace(lambda p, b, key: ({"top": sf.mean(b["x"])}, predict(p, b["x"]).mean())),
-        sf.LossError,
+        sf.errors.LossError,
         r"metrics: expected a dict .*, got float32\[\]; return \(loss, metrics\) in this order",
     ),
     "a mask that nobody made": (
@@ -115,104 +115,104 @@ MISTAKES = {
     ),
     "a schedule for an optimizer": (
         lambda: sf.make_train_step(loss_fn, optax.cosine_decay_schedule(1e-3, 100)),
-        sf.ConfigError,
+        sf.errors.ConfigError,
         r"tx: expected an optax transformation, .* is it the rate, as in optax.adam\(schedule\)",
     ),
     "an optimizer's state for an optimizer": (
         lambda: sf.make_train_step(loss_fn, TX.init(PARAMS)),
-        sf.ConfigError,
+        sf.errors.ConfigError,
         r"tx: .* got tuple .*; give the optimizer itself, such as .* init_state makes its state",
     ),
     "a flax module for parameters": (
         lambda: sf.init_state(nn.Dense(3), TX, KEY),
-        sf.ConfigError,
+        sf.errors.ConfigError,
         r"init: Dense makes its parameters from an example; give model.init\(key, example\)",
     ),
     "a whole module of equinox": (
         lambda: sf.init_state(eqx.nn.MLP(2, 3, 4, 1, key=KEY), TX, KEY),
-        sf.ConfigError,
+        sf.errors.ConfigError,
         r"params: .* got MLP, a whole module of equinox; .* eqx.partition\(model, eqx.is_inexact",
     ),
     "a module of equinox that init makes": (
         lambda: sf.init_state(lambda key: [eqx.nn.Dropout(0.5)], TX, KEY),
-        sf.ConfigError,
+        sf.errors.ConfigError,
         r"params/0: .* got Dropout, a whole module of equinox; .* eqx.combine\(params, static\)",
     ),
     "a whole module of flax.nnx": (
         lambda: sf.init_state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), TX, KEY),
-        sf.ConfigError,
+        sf.errors.ConfigError,
         r"params: .* got Linear, a whole module of flax.nnx; .* nnx.split\(model, nnx.Param, ...\)",
     ),
     "a module of flax.nnx that init makes": (
         lambda: sf.init_state(lambda key: {"a": nnx.Linear(2, 3, rngs=nnx.Rngs(key))}, TX, KEY),
-        sf.ConfigError,
+        sf.errors.ConfigError,
         r"params/a: .* got Linear, a whole module of flax.nnx; .* nnx.merge\(graphdef, params, re",
     ),
     "a batch norm over an axis that is not mapped": (
         lambda: trace(normed_over_axis),
-        sf.LossError,
+        sf.errors.LossError,
         r"loss_fn: .* got axis 'batch', .* under jit leave it out \(axis_name=None in a BatchNorm",
     ),
     "a mean over devices, as under pmap": (
         lambda: trace(lambda p, b, key: jax.lax.pmean(predict(p, b["x"]).mean(), "devices")),
-        sf.LossError,
+        sf.errors.LossError,
         r"loss_fn: .* got axis 'devices', which is not mapped; .* or run the step in jax.shard_map",
     ),
     "a loss of something else than the parameters": (
         lambda: trace(lambda params, b, key: sf.mean(predict(PARAMS, b["x"]))),
-        sf.LossError,
+        sf.errors.LossError,
         r"loss: expected a function of the parameters, got one whose gradient is zero for every",
     ),
     "private gradients without examples": (
         dpsgd_on_the_batch,
-        sf.ConfigError,
+        sf.errors.ConfigError,
         r"tx: .* expects the gradient of each example, .* make_train_step\(…, grad=…\) a function",
     ),
     "flax's state": (
         lambda: sf.make_train_step(loss_fn, TX)(
             TrainState.create(apply_fn=None, params=PARAMS, tx=TX), BATCH
         ),
-        sf.ConfigError,
+        sf.errors.ConfigError,
         r"expected a TrainState, got flax.training.train_state.TrainState; sf.init_state makes",
     ),
     "a loss for a step": (
         lambda: sf.fit(loss_fn, state(), batches(), steps=2),
-        sf.ConfigError,
+        sf.errors.ConfigError,
         r"step: expected .* got loss_fn\(params, batch, key\); sf.make_train_step",
     ),
     "a state that was given away": (
         lambda: sf.evaluate(sf.make_eval_step(loss_fn), donated(), batches(epochs=1)),
-        sf.ConfigError,
+        sf.errors.ConfigError,
         r"^state/step, …: the arrays were donated to an earlier call .* the state that it returned",
     ),
     "no end in sight": (
         lambda: fit(steps=None),
-        sf.ConfigError,
+        sf.errors.ConfigError,
         r"steps, epochs: expected one .*; give steps=… or epochs=… \(an epoch has 2 steps\)",
     ),
     "an evaluation without end": (
         lambda: evaluation(data=batches)(state()),
-        sf.ConfigError,
+        sf.errors.ConfigError,
         r"evaluate: expected batches that end, .* give sf.batches\(data, 256, epochs=1, remainder=",
     ),
     "batches that an evaluation uses up": (
         lambda: evaluation(data=iter([*batches(epochs=1)])),
-        sf.ConfigError,
+        sf.errors.ConfigError,
         r"batches: expected some that can be read again for each .* give a list, sf.batches\(…, e",
     ),
     "another library's name of a metric": (
-        lambda: fit(hooks=[sf.stop_early("val_loss", patience=2)], evaluation=evaluation()),
-        sf.ConfigError,
+        lambda: fit(hooks=[sf.hooks.stop_early("val_loss", patience=2)], evaluation=evaluation()),
+        sf.errors.ConfigError,
         r"hooks: expected one of train/…, eval/…, got val_loss; did you mean 'eval/loss'\?$",
     ),
     "a shorter last batch": (
         lambda: fit(batches_=[BATCH, jax.tree.map(lambda leaf: leaf[:4], BATCH)]),
-        sf.RetraceError,
+        sf.errors.RetraceError,
         r'(?s)batch/x: expected float32\[8,4\], got float32\[4,4\].*remainder="drop" or "pad"',
     ),
     "an argument misspelt": (
         lambda: TrainingArguments(learnig_rate=1e-3),
-        sf.ConfigError,
+        sf.errors.ConfigError,
         r"learnig_rate: TrainingArguments has no such field; did you mean 'learning_rate'\?",
     ),
 }
@@ -226,5 +226,5 @@ def test_error_names_the_mistake_and_the_fix(mistake):
 
 
 def test_corrected_call_works():
-    result = fit(evaluation=evaluation(), hooks=[sf.stop_early("eval/loss", patience=2)])
+    result = fit(evaluation=evaluation(), hooks=[sf.hooks.stop_early("eval/loss", patience=2)])
     assert result.steps == 2

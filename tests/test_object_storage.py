@@ -10,9 +10,9 @@ from stepfold.object_storage import Bucket
 @pytest.fixture(params=["file", "s3"])
 def bucket(request, tmp_path, monkeypatch):
     if request.param == "file":
-        return Bucket(f"file://{tmp_path}/objects", kind=sf.DataError)
+        return Bucket(f"file://{tmp_path}/objects", kind=sf.errors.DataError)
     use_credentials(monkeypatch)
-    return Bucket(shared_server().url(tmp_path.name), kind=sf.DataError)
+    return Bucket(shared_server().url(tmp_path.name), kind=sf.errors.DataError)
 
 
 def test_ranges_of_bytes_are_read_up_to_the_end(bucket):
@@ -46,5 +46,5 @@ def test_names_are_listed_by_prefix(bucket):
 
 def test_errors_are_of_the_given_kind(bucket):
     bucket.write("a", b"one")
-    with pytest.raises(sf.DataError, match="a: cannot be read: OUT_OF_RANGE"):
+    with pytest.raises(sf.errors.DataError, match="a: cannot be read: OUT_OF_RANGE"):
         bucket.start_read("a", slice(2, 9))()

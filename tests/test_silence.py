@@ -196,14 +196,16 @@ def test_float_labels_are_refused_with_advice():
         lambda state: sf.make_train_step(lambda p, b, k: sf.mean(p["w"]), TX)(state, None),
         lambda state: sf.make_eval_step(lambda p, b, k: sf.mean(p["w"]))(state, None),
         lambda state: sf.init_state(state.params, TX, jax.random.key(0)),
-        lambda state: sf.place(state, jax.sharding.SingleDeviceSharding(jax.devices()[1])),
-        lambda state: sf.export_params("not-written.safetensors", state.params),
+        lambda state: sf.sharding.place(state, jax.sharding.SingleDeviceSharding(jax.devices()[1])),
+        lambda state: sf.checkpoint.export_params("not-written.safetensors", state.params),
     ],
 )
 def test_a_state_that_was_donated_is_named_when_it_is_used_again(use):
     state = state_of({"w": jnp.ones(2)})
     jax.jit(lambda state: state, donate_argnums=0)(state)
-    with pytest.raises(sf.ConfigError, match="the arrays were donated to an earlier call and are"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="the arrays were donated to an earlier call and are"
+    ):
         use(state)
 
 
@@ -237,10 +239,12 @@ def test_integers_that_jax_wraps_around():
     says = "id: expected integers that fit int32, which jax reads them as, got 1099511627776"
     with pytest.warns(UserWarning, match=f"batch/{says}, which it wraps around"):
         next(sf.batches({"id": np.array([0, 2**40])}, 2))
-    with pytest.raises(sf.DataError, match=f"example 1, {says}; make them smaller, or floats"):
+    with pytest.raises(
+        sf.errors.DataError, match=f"example 1, {says}; make them smaller, or floats"
+    ):
         sf.collate([{"id": [0]}, {"id": [2**40]}], length=1)
     with pytest.raises(
-        sf.ConfigError, match="pad: expected a value of int32 for id, got 109951162"
+        sf.errors.ConfigError, match="pad: expected a value of int32 for id, got 109951162"
     ):
         sf.collate([{"id": [0]}], length=2, pad=2**40)
 
@@ -264,7 +268,7 @@ def test_examples_that_drop_leaves_out_of_every_epoch():
 def test_keys_as_examples(source, name):
     advice = "give jax.random.key_data"
     with pytest.raises(
-        sf.DataError, match=rf"^{name}: expected numbers, .* got key<fry>.*{advice}"
+        sf.errors.DataError, match=rf"^{name}: expected numbers, .* got key<fry>.*{advice}"
     ):
         next(sf.batches(source, 2))
 
@@ -272,7 +276,9 @@ def test_keys_as_examples(source, name):
 def test_masked_values_do_not_count_as_data():
     masked = np.ma.masked_array([1, 2], [False, True])
     for make in (lambda rows: next(sf.batches(rows, 1)), lambda rows: sf.collate(rows, length=2)):
-        with pytest.raises(sf.DataError, match="expected an array, got a masked array of numpy; g"):
+        with pytest.raises(
+            sf.errors.DataError, match="expected an array, got a masked array of numpy; g"
+        ):
             make([{"x": masked}])
 
 
@@ -280,12 +286,16 @@ def test_columns_of_pandas_are_not_examples():
     class Series(list):
         iloc = None
 
-    with pytest.raises(sf.DataError, match="source: .*; give a dict of its columns, each as np.as"):
+    with pytest.raises(
+        sf.errors.DataError, match="source: .*; give a dict of its columns, each as np.as"
+    ):
         sf.batches(Series([1, 2]), 1)
 
 
 def test_a_weight_that_rounding_would_change():
-    with pytest.raises(sf.ConfigError, match="a weight at 1 of at least 5e-08 .* got 1e-12 of it"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="a weight at 1 of at least 5e-08 .* got 1e-12 of it"
+    ):
         sf.mix([([1], 1), ([2], 1e-12)])
     assert sf.mix([([1], 1), ([2], 1e-6)]).fingerprint["weights"] == [1_000_000, 1]
 
@@ -348,21 +358,23 @@ def test_the_best_step_is_that_of_the_metric_s_own_direction(tmp_path, name, bes
 def test_a_metric_with_an_uncertain_direction_needs_a_mode(tmp_path):
     for make in (
         lambda **mode: sf.Checkpoints(tmp_path, best="fluency", **mode),
-        lambda **mode: sf.stop_early("fluency", patience=1, **mode),
+        lambda **mode: sf.hooks.stop_early("fluency", patience=1, **mode),
     ):
-        with pytest.raises(sf.ConfigError, match="mode='min' if lower is better, mode='max' if"):
+        with pytest.raises(
+            sf.errors.ConfigError, match="mode='min' if lower is better, mode='max' if"
+        ):
             make()
         make(mode="max")
     save_losses(tmp_path)
     like = {"w": jnp.zeros(2, int)}
-    with pytest.raises(sf.ConfigError, match=r"give best=\('fluency', 'min'\) or"):
+    with pytest.raises(sf.errors.ConfigError, match=r"give best=\('fluency', 'min'\) or"):
         sf.restore(tmp_path, like, step="best", best="fluency")
     assert sf.restore(tmp_path, like, step="best", best=("fluency", "max")).step == 1
 
 
 def test_the_best_is_restored_only_by_that_step(tmp_path):
     save_losses(tmp_path)
-    with pytest.raises(sf.ConfigError, match="best: expected step='best' to go with it"):
+    with pytest.raises(sf.errors.ConfigError, match="best: expected step='best' to go with it"):
         sf.restore(tmp_path, {"w": jnp.zeros(2, int)}, best="loss")  # not the newest
 
 
@@ -383,7 +395,7 @@ def test_a_schedule_of_epochs_without_epochs_warns(tmp_path):
     "options", [{"keep_best": 3}, {"keep": None, "keep_every": 10}, {"mode": "max"}]
 )
 def test_options_of_retention_without_effect_are_refused(options):
-    with pytest.raises(sf.ConfigError, match="to go with it"):
+    with pytest.raises(sf.errors.ConfigError, match="to go with it"):
         sf.Checkpoints("x", **options)
 
 
@@ -401,9 +413,9 @@ def test_reading_a_series_that_is_still_being_copied_leaves_it_as_it_is(tmp_path
 
 def test_a_path_and_its_url_name_one_series(tmp_path):
     sf.save(tmp_path / "a", {"w": np.ones(2)}, step=1)
-    assert sf.latest_step(f"file://{tmp_path}/a") == 1
+    assert sf.checkpoint.latest_step(f"file://{tmp_path}/a") == 1
     sf.save(f"file://{tmp_path}/b", {"w": np.ones(2)}, step=1)  # as a bucket has it
-    assert sf.latest_step(tmp_path / "b") == 1
+    assert sf.checkpoint.latest_step(tmp_path / "b") == 1
 
 
 def test_a_cast_to_a_narrower_range_warns(tmp_path):
@@ -413,7 +425,9 @@ def test_a_cast_to_a_narrower_range_warns(tmp_path):
 
 
 def test_saving_in_a_traced_function_is_refused(tmp_path):
-    with pytest.raises(sf.ConfigError, match="w: expected an array, got a tracer; save outside"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="w: expected an array, got a tracer; save outside"
+    ):
         jax.eval_shape(lambda x: sf.save(tmp_path, {"w": x}, step=1), jnp.ones(2))
 
 
@@ -447,25 +461,31 @@ def test_another_model_in_a_used_directory_is_sent_to_another_directory(tmp_path
     plan = {"run_dir": tmp_path, "checkpoints": sf.Checkpoints(every=3)}
     fit(**plan)
     other = jax.tree.map(lambda leaf: leaf, start())._replace(params={"v": np.ones((), np.float32)})
-    with pytest.raises(sf.TreeMismatchError, match="to train another model, give another directo"):
+    with pytest.raises(
+        sf.errors.TreeMismatchError, match="to train another model, give another directo"
+    ):
         sf.fit(STEP, other, batches(), steps=9, **plan)
 
 
 def test_an_evaluation_hook_of_a_kind_that_there_is_not_is_refused():
-    with pytest.raises(sf.ConfigError, match="every: kind: expected one of train, eval, got 'evl"):
-        fit(evaluation=MEASURE, hooks=sf.every(2, print, kind="evl"))
+    with pytest.raises(
+        sf.errors.ConfigError, match="every: kind: expected one of train, eval, got 'evl"
+    ):
+        fit(evaluation=MEASURE, hooks=sf.hooks.every(2, print, kind="evl"))
 
 
 def test_a_writer_to_the_file_that_fit_writes_is_refused(tmp_path):
-    hook = sf.log_to(sf.jsonl_writer(tmp_path / "metrics.jsonl"))
-    with pytest.raises(sf.ConfigError, match="expected writers to other files than those that fit"):
+    hook = sf.log_to(sf.writers.jsonl_writer(tmp_path / "metrics.jsonl"))
+    with pytest.raises(
+        sf.errors.ConfigError, match="expected writers to other files than those that fit"
+    ):
         fit(run_dir=tmp_path, hooks=hook)
 
 
 def test_a_thinned_writer_has_the_last_interval_of_batches_of_unknown_number():
     rows = []
 
-    class Rows(sf.Writer):
+    class Rows(sf.writers.Writer):
         def write_scalars(self, step, scalars):
             rows.append(step)
 
@@ -530,7 +550,7 @@ BATCHES = [{"x": np.ones((8, 3)), "y": np.ones(8)} for _ in range(4)]
     ],
 )
 def test_arguments_of_a_trainer_that_would_be_ignored(given, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         trainer(given=given)
 
 
@@ -565,7 +585,9 @@ def test_the_collator_of_a_dataset_is_used():
     made = trainer(given=given)
     assert next(made.dataloader_train)["collated"] == 1
     assert next(iter(made.dataloader_eval))["collated"] == 1
-    with pytest.raises(sf.ConfigError, match="max_length: expected None with a data_collator"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="max_length: expected None with a data_collator"
+    ):
         trainer(given=given, max_length=8)
 
 
@@ -586,7 +608,7 @@ def test_the_collator_of_a_dataset_is_used():
     ids=lambda case: "-".join(case) if isinstance(case, dict) else "",
 )
 def test_fields_of_arguments_that_would_mean_something_else(fields, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         TrainingArguments(**fields)
 
 
@@ -620,12 +642,14 @@ def test_a_resume_without_a_checkpoint(tmp_path):
     ids=["eval_steps", "epoch", "patience", "best", "unkept"],
 )
 def test_evaluations_that_would_not_happen_in_time(fields, given, message, tmp_path):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         trainer(given=given, **{"output_dir": tmp_path, **fields}).train()
 
 
 def test_rules_beside_a_replicated_state():
-    with pytest.raises(sf.ConfigError, match="rules: expected None with auto_shard_states=False"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="rules: expected None with auto_shard_states=False"
+    ):
         trainer(given={"rules": [("", jax.P())]}, auto_shard_states=False)
 
 
@@ -634,13 +658,13 @@ def test_a_stream_has_its_own_order_and_start(field):
     def stream():
         return ({name: values[i] for name, values in DATA.items()} for i in range(16))
 
-    with pytest.raises(sf.ConfigError, match=f"{field}: expected no value with a stream"):
+    with pytest.raises(sf.errors.ConfigError, match=f"{field}: expected no value with a stream"):
         trainer(given={"dataset_train": stream}, **{field: 2})
 
 
 def test_no_term_of_the_loss_begins_with_aux():
     terms = lambda params, batch, key: dict.fromkeys(("ce", "router_aux"), params["w"].sum())
-    with pytest.raises(sf.ConfigError, match="aux_loss_enabled: .* got ce, router_aux"):
+    with pytest.raises(sf.errors.ConfigError, match="aux_loss_enabled: .* got ce, router_aux"):
         trainer(given={"loss_fn": terms}, aux_loss_enabled=False).train()
 
 

@@ -54,7 +54,7 @@ def test_of_a_resume(tmp_path):
 
 
 def test_of_checkpoints_at_a_save(tmp_path, monkeypatch):
-    now, save = [0.0], sf.Series.save
+    now, save = [0.0], sf.checkpoint.Series.save
 
     def save_slowly(*args, **options):
         now[0] += 100
@@ -63,7 +63,7 @@ def test_of_checkpoints_at_a_save(tmp_path, monkeypatch):
     def take_a_second(event):
         now[0] += 1
 
-    monkeypatch.setattr(sf.Series, "save", save_slowly)
+    monkeypatch.setattr(sf.checkpoint.Series, "save", save_slowly)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     for module in ("fold", "run", "saves"):
         monkeypatch.setattr(f"stepfold.loop.{module}.perf_counter", lambda: now[0])

@@ -16,6 +16,9 @@ python -m stepfold evaluate script.py:make RUN_DIR
     def make():  # what sf.evaluate_run takes
         state = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))
         return state, sf.Evaluation(measure, test_batches)
+
+python -m stepfold report RUN_DIR [RUN_DIR…]
+    write the page of a run, or one page that compares several runs
 """
 
 import argparse
@@ -62,9 +65,21 @@ def main(arguments: Sequence[str]) -> int:
     compare.add_argument("--json", action="store_true", help=text)
     text = "run their steps again, with what make(config) -> (state, step, batches) returns"
     compare.add_argument("--replay", metavar="script.py:make", help=text)
+    text = "write report.html and metrics.csv of a run, or one page that compares several runs"
+    report = verbs.add_parser("report", help=text, description=text)
+    report.add_argument("runs", nargs="+", metavar="RUN_DIR", help="a run_dir of fit")
+    text = (
+        "the page to write, and nothing else (default: report.html in the directory of the run or, "
+        "for several runs, in the parent directory of the first)"
+    )
+    report.add_argument("--out", metavar="FILE", help=text)
     options = parser.parse_args(arguments)
     if options.verb == "launch":
         return launcher.run(launcher.launch_from(options, launch))
+    if options.verb == "report":
+        from stepfold.runs.report import command
+
+        return command.run(options)
     from stepfold.errors import ConfigError, StepfoldError
 
     try:
@@ -127,7 +142,7 @@ def _check(name: str, made: Any, expected: str, count: int) -> tuple[Any, ...]:
 
 def _evaluate(options: argparse.Namespace) -> None:
     from stepfold.core.validation import absolute_path, is_url
-    from stepfold.loop.evaluator import find_store, follow_run
+    from stepfold.runs.evaluator import find_store, follow_run
 
     make = _load("evaluate", options.function, "a function without arguments", 0)
     made = _check(options.function, make(), "(state, evaluations)", 2)

@@ -19,7 +19,7 @@ class StepfoldError(Exception):
     """Base class of all stepfold errors.
 
     >>> import stepfold as sf
-    >>> issubclass(sf.LossError, sf.StepfoldError)
+    >>> issubclass(sf.errors.LossError, sf.StepfoldError)
     True
     """
 
@@ -53,7 +53,7 @@ class ShardingError(StepfoldError, ValueError):
     """Raised if arrays cannot be sharded over the devices as requested.
 
     >>> import stepfold as sf
-    >>> issubclass(sf.ShardingError, ValueError)
+    >>> issubclass(sf.errors.ShardingError, ValueError)
     True
     """
 
@@ -62,7 +62,7 @@ class CheckpointError(StepfoldError, OSError):
     """Raised if a checkpoint cannot be written, or is missing or damaged.
 
     >>> import stepfold as sf
-    >>> issubclass(sf.CheckpointError, OSError)
+    >>> issubclass(sf.errors.CheckpointError, OSError)
     True
     """
 
@@ -98,7 +98,7 @@ class OutOfMemoryError(StepfoldError, MemoryError):
     The message names what takes most of it, and what to change.
 
     >>> import stepfold as sf
-    >>> issubclass(sf.OutOfMemoryError, MemoryError)
+    >>> issubclass(sf.errors.OutOfMemoryError, MemoryError)
     True
     """
 
@@ -107,7 +107,7 @@ class RetraceError(StepfoldError, TypeError):
     """Raised if a call would compile again; the message names the leaf that changed.
 
     >>> import stepfold as sf
-    >>> issubclass(sf.RetraceError, TypeError)
+    >>> issubclass(sf.errors.RetraceError, TypeError)
     True
     """
 
@@ -119,7 +119,7 @@ class PeerTimeoutError(StepfoldError, TimeoutError):
       processes: those that did not answer.
 
     >>> import stepfold as sf
-    >>> issubclass(sf.PeerTimeoutError, TimeoutError)
+    >>> issubclass(sf.errors.PeerTimeoutError, TimeoutError)
     True
     """
 

@@ -31,13 +31,13 @@ from stepfold.core.precision import Precision
 from stepfold.core.validation import read_function, read_integer, read_positive
 from stepfold.data.shared_memory import dump
 from stepfold.data.workers import workers as in_workers
+from stepfold.debug.bisect import find_bad_rows
 from stepfold.debug.diff import diff
 from stepfold.errors import ConfigError, StepfoldError, refuse
-from stepfold.loop.replay.bisect import find_bad_rows
-from stepfold.loop.report.read import read_metrics
-from stepfold.loop.writers.jsonl import last_step
+from stepfold.runs.report.read import read_metrics
 from stepfold.sharding.place import place, shard_batch
 from stepfold.sharding.plan import make_sharding
+from stepfold.writers.jsonl import last_step
 
 
 class LawError(StepfoldError, AssertionError):
@@ -150,7 +150,7 @@ def check_loss(
     advice = "draw random numbers from the key, not from numpy or a counter"
     laws.add("deterministic", problem, advice)
     find_nonfinite: Any = lambda batch: ", ".join(_nonfinite(evaluate(batch))[:4])
-    add("finite", find_nonfinite, "is NaN or inf", "let sf.replay find the operation")
+    add("finite", find_nonfinite, "is NaN or inf", "let sf.debug.replay find the operation")
     if find_nonfinite(batch):
         return laws.end()
     other_key = evaluate(batch, jax.random.fold_in(key, 1))

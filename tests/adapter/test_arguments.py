@@ -59,7 +59,7 @@ def test_either_name_sets_and_reads_the_value(alias, name):
 
 def test_two_names_that_disagree():
     with pytest.raises(
-        sf.ConfigError, match=r"max_steps, max_training_steps: two names .* got 3 and 4"
+        sf.errors.ConfigError, match=r"max_steps, max_training_steps: two names .* got 3 and 4"
     ):
         TrainingArguments(max_steps=3, max_training_steps=4)
     assert TrainingArguments(max_steps=3, max_training_steps=3).max_steps == 3
@@ -77,14 +77,14 @@ def test_two_names_that_disagree():
         ("deepspeed", "; sharding_array shards the state"),
         ("fsdp", "; sharding_array shards the state"),
         ("eval_on_start", "; write evaluations=[sf.Evaluation(…, at_start=True)]"),
-        ("auto_find_batch_size", "; sf.choose finds what fits"),
+        ("auto_find_batch_size", "; sf.inspect.choose finds what fits"),
         ("disable_tqdm", "; write progress_bar_type='none'"),
         ("torch_compile", "; a step is always compiled"),
         ("zzzzz", None),
     ],
 )
 def test_an_unknown_name_says_where_to_look(name, advice):
-    with pytest.raises(sf.ConfigError) as error:
+    with pytest.raises(sf.errors.ConfigError) as error:
         TrainingArguments(**{name: 1})
     start = f"{name}: TrainingArguments has no such field"
     assert str(error.value).startswith(start)
@@ -93,7 +93,7 @@ def test_an_unknown_name_says_where_to_look(name, advice):
 
 def test_all_unknown_names_are_listed_at_once():
     habits = {"load_best_model_at_end": True, "adam_beta2": 0.95, "label_smoothing_factor": 0.1}
-    with pytest.raises(sf.ConfigError) as error:
+    with pytest.raises(sf.errors.ConfigError) as error:
         TrainingArguments(**habits, learning_rate=0.1, lerning_rate=0.1)
     lines = str(error.value).splitlines()
     assert [line.split(":")[0] for line in lines] == [*habits, "lerning_rate"]
@@ -102,7 +102,7 @@ def test_all_unknown_names_are_listed_at_once():
 
 
 def test_positional_arguments_are_refused():
-    with pytest.raises(sf.ConfigError, match="expected fields by name, .* got 'runs/a'"):
+    with pytest.raises(sf.errors.ConfigError, match="expected fields by name, .* got 'runs/a'"):
         TrainingArguments("runs/a")
 
 
@@ -135,9 +135,11 @@ def test_a_subclass_has_the_aliases_and_the_checks():
     assert More.from_json(more.to_json()) == more
     assert more.replace(beta=0.3, num_epochs=2) == More(beta=0.3, max_steps=7, num_train_epochs=2)
     assert copy.deepcopy(more) == pickle.loads(pickle.dumps(more)) == more
-    with pytest.raises(sf.ConfigError, match="bet: More has no such field; did you mean 'beta'"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="bet: More has no such field; did you mean 'beta'"
+    ):
         More(bet=1.0)
-    with pytest.raises(sf.ConfigError, match="seed: expected an integer from 0"):
+    with pytest.raises(sf.errors.ConfigError, match="seed: expected an integer from 0"):
         More(seed=-1)
 
 
@@ -156,10 +158,12 @@ def test_a_subclass_that_changes_a_default_keeps_the_rest_of_the_field():
     assert Other().max_steps == 100
     assert Other(max_training_steps=-1).max_steps is None
     with pytest.raises(
-        sf.ConfigError, match="max_steps: expected an integer of at least 1, or a f"
+        sf.errors.ConfigError, match="max_steps: expected an integer of at least 1, or a f"
     ):
         Other(max_training_steps=1.5)
-    with pytest.raises(sf.ConfigError, match="eval_steps=3 has no effect with do_eval=False"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="eval_steps=3 has no effect with do_eval=False"
+    ):
         Other(evaluation_steps=3, do_eval=False)
 
 
@@ -220,7 +224,9 @@ def test_each_field_comes_back_from_json(name):
         return  # its only value is the default
     arguments = TrainingArguments(**{**base, name: value})
     if callable(value):
-        with pytest.raises(sf.ConfigError, match=rf"{name}: .* JSON gives back .*replace\({name}="):
+        with pytest.raises(
+            sf.errors.ConfigError, match=rf"{name}: .* JSON gives back .*replace\({name}="
+        ):
             arguments.to_json()
         return
     back = TrainingArguments.from_json(arguments.to_json())
@@ -242,9 +248,11 @@ def test_json_goes_to_a_file_and_comes_from_one(tmp_path):
 
 
 def test_invalid_names_and_values_in_json_are_refused(tmp_path):
-    with pytest.raises(sf.ConfigError, match="log_step: .* did you mean 'log_steps'"):
+    with pytest.raises(sf.errors.ConfigError, match="log_step: .* did you mean 'log_steps'"):
         TrainingArguments.from_json('{"log_step": 3}')
-    with pytest.raises(sf.ConfigError, match="learning_rate: expected a number above 0, got '1'"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="learning_rate: expected a number above 0, got '1'"
+    ):
         TrainingArguments.from_json('{"learning_rate": "1"}')
     (tmp_path / "arguments.json").write_text("[1]")
     for make, values in (
@@ -252,7 +260,9 @@ def test_invalid_names_and_values_in_json_are_refused(tmp_path):
         (TrainingArguments.from_dict, {1: 2}),
         (TrainingArguments.from_json, tmp_path / "arguments.json"),
     ):
-        with pytest.raises(sf.ConfigError, match=r"a dict with names as keys, got (3|\{1|\[1\])"):
+        with pytest.raises(
+            sf.errors.ConfigError, match=r"a dict with names as keys, got (3|\{1|\[1\])"
+        ):
             make(values)
 
 
@@ -260,15 +270,15 @@ def test_invalid_names_and_values_in_json_are_refused(tmp_path):
 def test_a_value_that_json_changes_is_refused_by_name(value):
     arguments = TrainingArguments(loss_config={"x": value})
     message = r"^loss_config: .* JSON gives back unchanged, got .* arguments\.replace\(loss_config="
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         arguments.to_json()
 
 
 def test_the_advice_about_a_value_without_json_can_be_followed():
     arguments = TrainingArguments(loss_config={"x": len}, custom_scheduler=lambda step: step)
-    with pytest.raises(sf.ConfigError, match=r"arguments\.replace\(custom_scheduler=None\)"):
+    with pytest.raises(sf.errors.ConfigError, match=r"arguments\.replace\(custom_scheduler=None\)"):
         arguments.replace(loss_config={}).to_json()
-    with pytest.raises(sf.ConfigError, match=r"arguments\.replace\(loss_config=\{\}\)"):
+    with pytest.raises(sf.errors.ConfigError, match=r"arguments\.replace\(loss_config=\{\}\)"):
         arguments.replace(custom_scheduler=None).to_json()
 
 
@@ -282,7 +292,7 @@ def test_the_advice_about_a_value_without_json_can_be_followed():
     ],
 )
 def test_a_source_that_is_not_json_is_refused(source, message):
-    with pytest.raises(sf.ConfigError, match=f"source: {message}"):
+    with pytest.raises(sf.errors.ConfigError, match=f"source: {message}"):
         TrainingArguments.from_json(source)
 
 
@@ -290,7 +300,7 @@ def test_a_source_that_is_not_json_is_refused(source, message):
 def test_a_file_that_is_not_json_is_refused_with_its_path(tmp_path, content):
     path = tmp_path / "arguments.json"
     path.write_bytes(content)
-    with pytest.raises(sf.ConfigError, match="arguments.json"):
+    with pytest.raises(sf.errors.ConfigError, match="arguments.json"):
         TrainingArguments.from_json(path)
 
 
@@ -301,7 +311,7 @@ def test_it_is_replaced_copied_and_pickled_and_never_changed():
     arguments = TrainingArguments(max_steps=10, extra_optimizer_kwargs={"b1": 0.5})
     assert arguments.replace(max_training_steps=20).max_steps == 20
     assert dataclasses.replace(arguments, max_steps=30).max_training_steps == 30
-    with pytest.raises(sf.ConfigError, match="max_steps: expected .* got -5"):
+    with pytest.raises(sf.errors.ConfigError, match="max_steps: expected .* got -5"):
         arguments.replace(max_steps=-5)
     with pytest.raises(dataclasses.FrozenInstanceError):
         arguments.max_steps = 3

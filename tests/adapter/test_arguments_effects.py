@@ -16,7 +16,7 @@ from tests.small import ones
 import stepfold as sf
 from stepfold import adapter as adapter
 from stepfold.adapter import TrainingArguments, from_arguments, loading, run, setup
-from stepfold.loop.hooks.base import as_hook
+from stepfold.loop.hook import as_hook
 
 FIELDS = [field.name for field in dataclasses.fields(TrainingArguments)]
 PARAMS = {"embed": ones((4, 4)), "w": ones((4, 4))}
@@ -270,7 +270,7 @@ def test_every_field_changes_a_part_or_is_refused(name, tmp_path, monkeypatch, c
         check_that_the_trainer_reads(name)
         return
     if isinstance(where, str):
-        with pytest.raises(sf.ConfigError, match=f"^{name}={value}: .*{where}"):
+        with pytest.raises(sf.errors.ConfigError, match=f"^{name}={value}: .*{where}"):
             TrainingArguments(**base, **{name: value})
         return
 
@@ -284,7 +284,7 @@ def test_every_field_changes_a_part_or_is_refused(name, tmp_path, monkeypatch, c
             held.arguments, held.plan = arguments, adapter.plan(arguments, 200, 100, 1)
             held.writer = adapter.writers(arguments)
             return where(arguments, held, capsys)
-        except (sf.ConfigError, sf.ShardingError) as error:
+        except (sf.errors.ConfigError, sf.errors.ShardingError) as error:
             return f"{type(error).__name__}: {error}"
 
     plain, changed = see(base, "plain"), see({**base, name: value}, "changed")

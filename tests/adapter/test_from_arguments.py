@@ -36,7 +36,7 @@ def test_a_mesh_that_does_not_fit_the_devices_or_the_names_is_refused():
         ({"sharding_dcn_axis_dims": (1, -1)}, r"dcn_dims: expected one size for each of \('dp', "),
         ({"sharding_axis_names": ("a", "a", "b", "c")}, "expected names that differ"),
     ):
-        with pytest.raises(sf.ShardingError, match=message):
+        with pytest.raises(sf.errors.ShardingError, match=message):
             make_mesh(TrainingArguments(**fields))
 
 
@@ -44,10 +44,11 @@ def test_processes_are_started_only_with_a_config_of_known_keys():
     start = lambda **config: start_processes(TrainingArguments(jax_distributed_config=config))
     assert start_processes(TrainingArguments()) is None
     with pytest.raises(
-        sf.ConfigError, match=r"jax_distributed_config: .*num_process'.* mean 'num_processes'\?"
+        sf.errors.ConfigError,
+        match=r"jax_distributed_config: .*num_process'.* mean 'num_processes'\?",
     ):
         start(coordinator="a:1", num_process=2)
-    with pytest.raises(sf.ConfigError, match="coordinator: expected an address with a port"):
+    with pytest.raises(sf.errors.ConfigError, match="coordinator: expected an address with a port"):
         start(coordinator_address="localhost", num_processes=2, process_id=0)  # names of jax
     assert start().processes == 1  # without a launcher
 
@@ -58,7 +59,8 @@ def test_processes_are_started_only_with_a_config_of_known_keys():
 def test_float64_is_refused_unless_jax_has_it_enabled():
     for name, make in (("dtype", precision), ("param_dtype", lambda a: cast_params(a, {}))):
         with pytest.raises(
-            sf.ConfigError, match=f"{name}: .* jax has float64 disabled, got 'float64'; set JAX_"
+            sf.errors.ConfigError,
+            match=f"{name}: .* jax has float64 disabled, got 'float64'; set JAX_",
         ):
             make(TrainingArguments(**{name: "float64"}))
     with jax.enable_x64(True):
@@ -81,10 +83,11 @@ def test_loss_config_is_passed_by_keyword():
     assert float(terms["ce"]) == 6.0
     assert metrics.keys() == {"hits"}
     with pytest.raises(
-        sf.ConfigError, match="loss_config: expected keywords of two_terms, got smooth; add them"
+        sf.errors.ConfigError,
+        match="loss_config: expected keywords of two_terms, got smooth; add them",
     ):
         loss_of(loss_config={"smooth": 3.0})
-    with pytest.raises(sf.ConfigError, match="loss_fn: expected a function, got int 3"):
+    with pytest.raises(sf.errors.ConfigError, match="loss_fn: expected a function, got int 3"):
         loss_of(3)
     any_keyword = lambda params, batch, key, **config: config["smooth"]
     assert loss_of(any_keyword, loss_config={"smooth": 3.0})(1, 2, 3) == 3.0
@@ -108,7 +111,7 @@ def test_auxiliary_terms_are_dropped():
     ],
 )
 def test_without_auxiliary_terms_others_have_to_be_left(result, message):
-    with pytest.raises(sf.ConfigError, match=f"aux_loss_enabled: {message}"):
+    with pytest.raises(sf.errors.ConfigError, match=f"aux_loss_enabled: {message}"):
         loss_of(lambda params, batch, key: result, aux_loss_enabled=False)(1, 2, 3)
 
 
@@ -149,7 +152,8 @@ def test_columns_are_dropped_before_a_batch_is_made():
 def test_an_example_without_columns_is_refused():
     drop_columns = transform(TrainingArguments(remove_unused_columns=True))
     with pytest.raises(
-        sf.DataError, match="expected examples that are dicts of columns, got int 3; leave out"
+        sf.errors.DataError,
+        match="expected examples that are dicts of columns, got int 3; leave out",
     ):
         drop_columns(3)
 
@@ -240,7 +244,7 @@ def test_nothing_is_written_without_a_directory_or_if_switched_off(tmp_path):
     assert writers(TrainingArguments(output_dir=tmp_path, report_metrics=False)) is None
     assert writers(TrainingArguments(output_dir=tmp_path, performance_mode=True)) is None
     with pytest.raises(
-        sf.ConfigError,
+        sf.errors.ConfigError,
         match=r"report_to: expected no files without output_dir, got \('csv',\); give output_dir",
     ):
         writers(TrainingArguments(report_to=("csv",)))

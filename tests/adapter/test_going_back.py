@@ -8,7 +8,7 @@ import pytest
 
 import stepfold as sf
 from stepfold.adapter import Trainer, TrainerConfigureDataloaderOutput
-from stepfold.loop.hooks.base import BaseHook
+from stepfold.loop.hook import BaseHook
 
 from . import digits
 
@@ -24,7 +24,7 @@ class BackOnce(BaseHook):
     def __call__(self, event):
         if event.is_train and event.step == self._at and not self._is_done:
             self._is_done = True
-            return sf.GoBack(skip=2, why="a spike")
+            return sf.hooks.GoBack(skip=2, why="a spike")
         return None
 
 
@@ -114,7 +114,7 @@ def test_the_position_of_save_pretrained_leaves_out_what_the_run_has_skipped(tmp
     assert position == wanted.data
     more = trainer.train(more_steps=4).state
     other = digits.train_only(kind, max_steps=24)
-    with pytest.raises(sf.DataError, match="skip"):
+    with pytest.raises(sf.errors.DataError, match="skip"):
         other.train(ckpt_path=path)
     other.dataloader_train = other.dataloader_train.without([(8, 10)])
     assert digits.bits(other.train(ckpt_path=path).state) == digits.bits(more)

@@ -148,7 +148,9 @@ def test_a_warmup_may_be_longer_than_an_epoch():
     changes = {"num_epochs": None, "max_steps": 23, "lr_scheduler": "linear"}
     trainer = train_only(**changes, lr_scheduler_kwargs={"warmup_steps": 12})  # 10 are an epoch
     assert trainer.lr_scheduler(12) == pytest.approx(0.01)
-    with pytest.raises(sf.ConfigError, match="warmup_steps: expected fewer than the 23 steps"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="warmup_steps: expected fewer than the 23 steps"
+    ):
         train_only(**changes, lr_scheduler_kwargs={"warmup_steps": 23})
 
 
@@ -177,7 +179,7 @@ def test_evaluations_and_saves_are_those_of_each_epoch(tmp_path):
 @pytest.mark.parametrize("save_steps", full_but([0], [0, None]))
 def test_without_save_steps_each_epoch_is_saved(tmp_path, save_steps):
     made(output_dir=str(tmp_path), save_steps=save_steps, num_epochs=3).train()
-    assert sorted(sf.verify(tmp_path / "checkpoints")) == [10, 20, 30]
+    assert sorted(sf.checkpoint.verify(tmp_path / "checkpoints")) == [10, 20, 30]
 
 
 @shows("Hezar", "TrainerConfig", {"`checkpoints_dir`": "the same", "`logs_dir`": "the same"})
@@ -347,7 +349,9 @@ def test_a_device_by_name():
         assert trainer.state.params["kernel"].devices() == {jax.devices("cpu")[0]}
     assert train_only().state.params["kernel"].devices() == {jax.devices()[0]}
     for missing in ("cuda:0", "cpu:99"):
-        with pytest.raises(sf.ConfigError, match=f"device: expected one of jax's, .*'{missing}'"):
+        with pytest.raises(
+            sf.errors.ConfigError, match=f"device: expected one of jax's, .*'{missing}'"
+        ):
             train_only(device=missing)
 
 
@@ -446,7 +450,9 @@ def test_the_rate_is_reduced_on_a_plateau_of_the_evaluation_loss(tmp_path):
     resumed.train()
     assert resumed.result.resumed
     assert bits(resumed.state) == bits(whole.state)
-    with pytest.raises(sf.ConfigError, match="lr_scheduler: expected an evaluation, to measure th"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="lr_scheduler: expected an evaluation, to measure th"
+    ):
         train_only(lr_scheduler="reduce_on_plateau")
 
 
@@ -487,7 +493,7 @@ def test_warmup_and_options_of_a_schedule():
     ],
 )
 def test_optimizers_that_are_refused(given, changes, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         train_only(given=given, **changes)
 
 
@@ -538,7 +544,9 @@ def test_an_epoch_by_hand():
     trainer, plain = made(), made()
     first = trainer.inner_training_loop(1)
     assert int(trainer.state.step) == 10
-    with pytest.raises(sf.ConfigError, match="epoch_num: expected 2, the epoch of step 10, got 1"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="epoch_num: expected 2, the epoch of step 10, got 1"
+    ):
         trainer.inner_training_loop(1)
     second = trainer.inner_training_loop(2)
     assert first > second == pytest.approx(plain.train())
@@ -663,7 +671,9 @@ def test_a_run_logs_what_evaluate_returns():
     trainer.train()
     assert trainer.result.history["eval/score"] == [10, 20]
     empty = type("Own", (Trainer,), {"evaluate": lambda self: None})
-    with pytest.raises(sf.ConfigError, match="evaluate: expected it to return metrics by name"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="evaluate: expected it to return metrics by name"
+    ):
         made(empty).train()
 
 
@@ -704,7 +714,9 @@ def test_a_model_without_a_loss_is_refused():
     with pytest.raises(TypeError, match="labels"):  # which it gets, to compute its loss
         trainer.train()
     outputs = Model(lambda params, image, labels: apply(params, image), MODEL.params)
-    with pytest.raises(sf.ConfigError, match="model: expected a loss_fn, or outputs with a loss"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="model: expected a loss_fn, or outputs with a loss"
+    ):
         train_only(given={"model": outputs}).train()
 
 
@@ -766,11 +778,11 @@ def test_the_collator_is_that_of_the_dataset_by_default():
 
 def test_empty_and_too_small_datasets():
     empty = {name: column[:0] for name, column in rows(TRAIN).items()}
-    with pytest.raises((sf.DataError, sf.ConfigError), match="expected"):
+    with pytest.raises((sf.errors.DataError, sf.errors.ConfigError), match="expected"):
         train_only(given={"train_dataset": empty})
-    with pytest.raises(sf.DataError, match="batch_size: expected at most the 200 examples"):
+    with pytest.raises(sf.errors.DataError, match="batch_size: expected at most the 200 examples"):
         train_only(batch_size=500)
-    with pytest.raises((sf.DataError, sf.ConfigError), match="expected"):
+    with pytest.raises((sf.errors.DataError, sf.errors.ConfigError), match="expected"):
         made().evaluate(empty)
 
 
@@ -786,7 +798,7 @@ def test_evaluation_of_another_dataset_logs_nothing(tmp_path):
     assert trainer.evaluate(again)["accuracy"] == pytest.approx(expected)
     assert trainer.evaluate(eval_dataset=again) == trainer.evaluate(again)
     assert not [*tmp_path.iterdir()]
-    with pytest.raises(sf.ConfigError, match="eval_dataset: expected data to evaluate on"):
+    with pytest.raises(sf.errors.ConfigError, match="eval_dataset: expected data to evaluate on"):
         train_only().evaluate()
 
 
@@ -854,9 +866,9 @@ def test_error_rates_of_texts_and_padded_ids():
     decode = lambda rows: [" ".join("abc"[i] for i in row) for row in rows]
     by_words = MetricsHandler(["wer"], decode).compute_metrics(*map(list, ids))
     assert by_words == {"wer": 1 / 4}
-    with pytest.raises(sf.DataError, match="wer: expected texts, or a preprocessor"):
+    with pytest.raises(sf.errors.DataError, match="wer: expected texts, or a preprocessor"):
         MetricsHandler(["wer"]).compute_metrics(*map(list, ids))
-    with pytest.raises(sf.DataError, match="labels: expected at least one character"):
+    with pytest.raises(sf.errors.DataError, match="labels: expected at least one character"):
         error_rate([""], [""])
 
 
@@ -864,9 +876,13 @@ def test_padded_tokens_have_no_weight():
     predictions, labels = [np.array([1, 2, 0])], [np.array([1, 3, -100])]
     handler = MetricsHandler(["accuracy"])
     assert handler.compute_metrics(predictions, labels) == {"accuracy": 0.5}
-    with pytest.raises(sf.DataError, match="labels: expected at least one that is not negative"):
+    with pytest.raises(
+        sf.errors.DataError, match="labels: expected at least one that is not negative"
+    ):
         handler.compute_metrics([np.array([1])], [np.array([-100])])
-    with pytest.raises(sf.DataError, match="accuracy: expected one prediction for each of 2"):
+    with pytest.raises(
+        sf.errors.DataError, match="accuracy: expected one prediction for each of 2"
+    ):
         handler.compute_metrics([1], [1, 2])
 
 
@@ -889,7 +905,9 @@ def test_a_custom_handler_gets_all_examples():
     trainer.train()
     assert trainer.result.history["eval/top3"] == [0.5, 0.5]
     returns_none = types.SimpleNamespace(compute_metrics=lambda predictions, labels: None)
-    with pytest.raises(sf.ConfigError, match="metrics_handler: expected compute_metrics to return"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="metrics_handler: expected compute_metrics to return"
+    ):
         made(given={"metrics_handler": returns_none}).evaluate()
 
 
@@ -920,17 +938,21 @@ def test_predictions_of_a_generating_function():
     assert made(Texts, by_model, metrics=["cer"]).evaluate()["cer"] == 0
     unused = made(Texts, given, metrics=["cer"], evaluate_with_generate=False)
     assert unused.evaluate()["cer"] > 0
-    with pytest.raises(sf.ConfigError, match="evaluate_with_generate: expected generate="):
+    with pytest.raises(sf.errors.ConfigError, match="evaluate_with_generate: expected generate="):
         made(metrics=["cer"], evaluate_with_generate=True)
     short = {**given, "generate": lambda model, batch: ["x"]}
-    with pytest.raises(sf.DataError, match="expected a prediction for each of 20 examples, got 1"):
+    with pytest.raises(
+        sf.errors.DataError, match="expected a prediction for each of 20 examples, got 1"
+    ):
         made(Texts, short, metrics=["cer"]).evaluate()
 
 
 def test_options_of_a_metric_are_checked():
-    with pytest.raises(sf.ConfigError, match="average: expected one of 'macro', 'micro', 'wei"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="average: expected one of 'macro', 'micro', 'wei"
+    ):
         MetricConfig("f1", average="binary")
-    with pytest.raises(sf.ConfigError, match="metrics: expected one of 'accuracy', 'f1'"):
+    with pytest.raises(sf.errors.ConfigError, match="metrics: expected one of 'accuracy', 'f1'"):
         MetricConfig("f3")
 
 
@@ -943,7 +965,7 @@ def test_a_config_may_be_changed():
 def test_metrics_need_labels():
     given = {"eval_dataset": {"image": TEST["image"]}}
     own = type("Own", (Trainer,), {"compute_loss": lambda self, outputs, labels: outputs.mean(-1)})
-    with pytest.raises(sf.DataError, match="batch: expected labels, to compute metrics of"):
+    with pytest.raises(sf.errors.DataError, match="batch: expected labels, to compute metrics of"):
         made(own, given, metrics=["accuracy"]).evaluate()
 
 
@@ -970,7 +992,9 @@ def test_the_best_checkpoint(tmp_path, metric, best):
     wanted = {"min": min, "max": max}[best](values.values())
     assert values[trainer.result.best] == wanted
     assert known_mode("eval/wer") == "min"
-    with pytest.raises(sf.ConfigError, match="expected one of loss, f1, cer, .*, got 'accuracy'"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="expected one of loss, f1, cer, .*, got 'accuracy'"
+    ):
         made(output_dir="x", metrics=["f1", "cer"], metric_for_best_model="accuracy")
 
 
@@ -1058,7 +1082,9 @@ def test_a_run_resumes_from_a_path(tmp_path):
 )
 def test_checkpoints_are_not_overwritten(tmp_path):
     made(output_dir=str(tmp_path)).train()
-    with pytest.raises(sf.ConfigError, match="output_dir: .*step 20; set resume_from_checkpoint"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="output_dir: .*step 20; set resume_from_checkpoint"
+    ):
         made(output_dir=str(tmp_path)).train()
     assert not [*(tmp_path / "logs").glob("previous*")]
     trainer = made(output_dir=str(tmp_path), resume_from_checkpoint=True, num_epochs=3)
@@ -1084,7 +1110,7 @@ def test_weights_of_a_checkpoint_and_onto_another_head(tmp_path):
     same = made(init_weights_from=str(tmp_path))
     assert bits(same.state.params) == bits(source.state.params)
     assert int(same.state.step) == 0
-    sf.export_params(tmp_path / "weights", source.state.params)
+    sf.checkpoint.export_params(tmp_path / "weights", source.state.params)
     exported = made(init_weights_from=str(tmp_path / "weights"))
     assert bits(exported.state.params) == bits(source.state.params)
     head = {"kernel": jnp.zeros((64, 10)), "bias": jnp.zeros(10), "head": jnp.ones(10)}
@@ -1169,7 +1195,7 @@ def test_every_documented_parameter_is_a_field():
     ],
 )
 def test_configs_that_are_refused(changes, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         config(**changes)
 
 
@@ -1216,13 +1242,15 @@ def test_configs_that_are_refused(changes, message):
 )
 def test_arguments_that_are_refused(given, changes, message):
     given = {"config": config(**changes), "model": MODEL, "eval_dataset": rows(TEST)} | given
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         Trainer(train_dataset=rows(TRAIN), **given)
 
 
 def test_a_loader_without_a_length_of_its_epochs_is_refused():
     own = {"create_train_dataloader": lambda self, dataset: itertools.count()}
-    with pytest.raises(sf.ConfigError, match="train_dataloader: expected batches that start again"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="train_dataloader: expected batches that start again"
+    ):
         train_only(type("Own", (Trainer,), own))
     mixed = sf.mix({"a": (rows(TRAIN), 1), "b": (rows(TEST), 1)})
     for loader, message in (
@@ -1230,7 +1258,7 @@ def test_a_loader_without_a_length_of_its_epochs_is_refused():
         (UnevenEpochs(), "create_train_dataloader: expected batches of which each epoch has the"),
     ):
         own = {"create_train_dataloader": lambda self, dataset, loader=loader: loader}
-        with pytest.raises(sf.ConfigError, match=message):
+        with pytest.raises(sf.errors.ConfigError, match=message):
             train_only(type("Own", (Trainer,), own))
 
 

@@ -42,7 +42,10 @@ def test_skipped_steps_in_a_row_are_counted_over_events_and_a_resume():
 
 
 def test_an_out_of_memory_error_gets_advice_in_terms_of_the_arguments():
-    errors = RuntimeError("INTERNAL: something else"), sf.OutOfMemoryError("XLA: Out of memory")
+    errors = (
+        RuntimeError("INTERNAL: something else"),
+        sf.errors.OutOfMemoryError("XLA: Out of memory"),
+    )
     for error in errors:
         add_advice(error)
     assert not hasattr(errors[0], "__notes__")
@@ -58,7 +61,7 @@ def test_an_out_of_memory_error_gets_advice_in_terms_of_the_arguments():
     ],
 )
 def test_a_watcher_of_other_values_is_refused(values, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         check_watchers([Watcher(*values)])
 
 

@@ -71,7 +71,9 @@ def test_batches_without_a_position_can_be_peeked_at():
     batches = TrainingLoader(iter([1, 2]))
     assert not hasattr(batches, "get_state")
     assert (batches.peek(), list(batches)) == (1, [1, 2])
-    with pytest.raises(sf.ConfigError, match="dataloader_train: expected a batch to compile for"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="dataloader_train: expected a batch to compile for"
+    ):
         batches.peek()
 
 
@@ -147,7 +149,9 @@ def test_an_evaluation_reads_all_data_each_time():
 
 
 def test_an_iterator_is_refused_as_evaluation_data():
-    with pytest.raises(sf.ConfigError, match="dataset_eval: expected data that can be iterated"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="dataset_eval: expected data that can be iterated"
+    ):
         evaluation(iter([1, 2]))
 
 
@@ -184,7 +188,7 @@ def test_without_a_length_examples_are_stacked():
     collect = collect_function(None, "keep_end")
     assert collect([{"x": [1, 2]}, {"x": [3, 4]}])["x"].tolist() == [[1, 2], [3, 4]]
     assert collect({"x": [[1, 2], [3, 4]]})["x"].tolist() == [[1, 2], [3, 4]]
-    with pytest.raises(sf.DataError, match="expected one shape and dtype to stack"):
+    with pytest.raises(sf.errors.DataError, match="expected one shape and dtype to stack"):
         collect([{"x": [1]}, {"x": [1, 2]}])
 
 
@@ -212,7 +216,9 @@ def test_an_iterator_continues_where_it_is():
     seek(batches, None, 3)
     assert next(batches) == 1
     assert position_at(batches, 3) is None
-    with pytest.raises(sf.CheckpointError, match="expected batches that can be moved to step 3"):
+    with pytest.raises(
+        sf.errors.CheckpointError, match="expected batches that can be moved to step 3"
+    ):
         seek(batches, {"step": 3}, 3)
 
 
@@ -249,8 +255,10 @@ def test_grain_stream_resumes_in_mid_epoch():
 
 
 def test_a_stream_and_missing_grain_are_refused(monkeypatch):
-    with pytest.raises(sf.DataError, match="source: expected an array, .* or something with len"):
+    with pytest.raises(
+        sf.errors.DataError, match="source: expected an array, .* or something with len"
+    ):
         GrainStream(iter(range(6)))
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
-    with pytest.raises(sf.ConfigError, match=r"pip install 'stepfold\[grain\]'"):
+    with pytest.raises(sf.errors.ConfigError, match=r"pip install 'stepfold\[grain\]'"):
         GrainStream(range(6))

@@ -63,7 +63,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("find", "name", "message"), REFUSED)
 def test_other_names_are_refused(find, name, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         find(name)
 
 
@@ -88,7 +88,7 @@ REFUSED_OPTIONS = [
 @pytest.mark.parametrize(("name", "options", "message"), REFUSED_OPTIONS)
 def test_other_options_are_refused(name, options, message):
     check = check_scheduler_options if name in SCHEDULES else check_optimizer_options
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         check(name, options)
 
 
@@ -103,7 +103,8 @@ def test_options_without_a_default_are_required(monkeypatch):
 
     monkeypatch.setattr(optax, "needy", needy, raising=False)
     with pytest.raises(
-        sf.ConfigError, match="extra_optimizer_kwargs: expected rank, which needy requires, got no"
+        sf.errors.ConfigError,
+        match="extra_optimizer_kwargs: expected rank, which needy requires, got no",
     ):
         check_optimizer_options("needy", {})
     check_optimizer_options("needy", {"rank": 2})
@@ -118,7 +119,7 @@ def test_options_without_a_default_are_required(monkeypatch):
     ],
 )
 def test_options_out_of_range_are_refused(name, options, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         SCHEDULES[name](0.1, 0.0, 100, **options)
 
 
@@ -158,7 +159,7 @@ def test_frozen_parameters_do_not_count_in_the_global_norm():
 def test_a_pattern_matches_some_parameters_but_not_all(pattern, matched):
     tx = freeze(optax.sgd(0.1), pattern)
     with pytest.raises(
-        sf.ConfigError,
+        sf.errors.ConfigError,
         match=f"frozen_parameters: .* got '{pattern}', which matches {matched} of embed/w, head;",
     ):
         tx.init(PARAMS)
@@ -273,13 +274,13 @@ def test_a_custom_scheduler_is_a_schedule_or_makes_one():
 
 def test_a_schedule_that_depends_on_an_unknown_length_is_refused():
     with pytest.raises(
-        sf.ConfigError,
+        sf.errors.ConfigError,
         match=r"scheduler: .* number of steps is unknown, got 'linear'; .* max_steps",
     ):
         schedule_of(None, scheduler="linear")
     arguments = TrainingArguments(custom_scheduler=lambda n: optax.linear_schedule(1, 0, n))
     with pytest.raises(
-        sf.ConfigError, match="custom_scheduler: .* number of steps is unknown, .* max_steps"
+        sf.errors.ConfigError, match="custom_scheduler: .* number of steps is unknown, .* max_steps"
     ):
         make_schedule(arguments, None)
     endless = TrainingArguments(custom_scheduler=optax.constant_schedule(0.3))
@@ -288,7 +289,8 @@ def test_a_schedule_that_depends_on_an_unknown_length_is_refused():
 
 def test_a_warmup_has_to_end():
     with pytest.raises(
-        sf.ConfigError, match="warmup_steps: expected fewer than the 10 steps of the run, got 10"
+        sf.errors.ConfigError,
+        match="warmup_steps: expected fewer than the 10 steps of the run, got 10",
     ):
         schedule_of(10, warmup_steps=10)
 
@@ -430,11 +432,14 @@ def test_a_custom_schedule_is_that_of_the_optimizer_of_the_arguments():
 def test_fields_without_an_effect_are_refused(fields):
     (name,) = fields
     with pytest.raises(
-        sf.ConfigError, match=f"^tx: expected arguments that do not set .* got {name}=.*; leave out"
+        sf.errors.ConfigError,
+        match=f"^tx: expected arguments that do not set .* got {name}=.*; leave out",
     ):
         optimizer_of(TrainingArguments(**fields), 10, optax.sgd(0.1))
     schedule = optax.constant_schedule(0.1)
-    with pytest.raises(sf.ConfigError, match="^scheduler: .* do not set .* got learning_rate=1.0;"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="^scheduler: .* do not set .* got learning_rate=1.0;"
+    ):
         optimizer_of(TrainingArguments(learning_rate=1.0), 10, None, schedule)
 
 

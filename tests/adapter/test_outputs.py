@@ -89,19 +89,25 @@ def test_steps_have_two_names():
     assert TrainerConfigureFunctionOutput(train_step_fn=max).sharded_training_step_function is max
     assert TrainerConfigureFunctionOutput(max, train_step_fn=max).train_step_fn is max
     with pytest.raises(
-        sf.ConfigError,
+        sf.errors.ConfigError,
         match="train_step_fn: expected the same step as by its long name, .*max.*, got .*min.*; gi",
     ):
         TrainerConfigureFunctionOutput(max, train_step_fn=min)
-    with pytest.raises(sf.ConfigError, match=r"expected a step \(state, batch\) -> .* got None"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"expected a step \(state, batch\) -> .* got None"
+    ):
         TrainerConfigureFunctionOutput()
 
 
 def test_an_unknown_field_is_refused():
     output = TrainerConfigureDataloaderOutput([1])
-    with pytest.raises(sf.ConfigError, match="no 'dataloader_tran'; did you mean 'dataloader_trai"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="no 'dataloader_tran'; did you mean 'dataloader_trai"
+    ):
         output.replace(dataloader_tran=[2])
-    with pytest.raises(sf.ConfigError, match="TrainerOutput: there is no 'model'; there are state"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="TrainerOutput: there is no 'model'; there are state"
+    ):
         TrainerOutput.from_dict({"model": 1})
 
 
@@ -140,7 +146,7 @@ def test_without_like_the_state_says_where_it_is(state):
         next,
     ):
         with pytest.raises(
-            sf.ConfigError,
+            sf.errors.ConfigError,
             match=r"state: it is in the checkpoint runs/a/0; load it with TrainerOutput.from_json\("
             r"text, like\) or|state: .*sf.restore\('runs/a', like, step=0\)",
         ):
@@ -155,24 +161,24 @@ def test_without_like_the_state_says_where_it_is(state):
 def test_a_state_without_its_checkpoint_has_no_json(tmp_path, state):
     output = TrainerOutput(state, None)
     with pytest.raises(
-        sf.ConfigError,
+        sf.errors.ConfigError,
         match=r"checkpoint_path: expected '<directory>/<step>', since JSON does not hold the "
         r"arrays of the state, got None; save the state with save_pretrained or sf.save, and give "
         r"replace\(checkpoint_path=",
     ):
         output.to_json()
-    with pytest.raises(sf.ConfigError, match="expected '<directory>/<step>'.* got 'runs/a'"):
+    with pytest.raises(sf.errors.ConfigError, match="expected '<directory>/<step>'.* got 'runs/a'"):
         output.replace(checkpoint_path="runs/a").to_json()
     later = output.replace(state=state._replace(step=state.step + 3), checkpoint_path="runs/0")
     with pytest.raises(
-        sf.ConfigError,
+        sf.errors.ConfigError,
         match="checkpoint_path: expected the checkpoint of the state, of step 3, got 'runs/0'; sa",
     ):
         later.to_json()
-    with pytest.raises(sf.ConfigError, match="expected '<directory>/<step>', .* got None"):
+    with pytest.raises(sf.errors.ConfigError, match="expected '<directory>/<step>', .* got None"):
         TrainerOutput.from_json(TrainerOutput(None).to_json(), like=state)
     missing = output.replace(checkpoint_path=str(tmp_path / "0")).to_json()
-    with pytest.raises(sf.CheckpointError, match=str(tmp_path)):
+    with pytest.raises(sf.errors.CheckpointError, match=str(tmp_path)):
         TrainerOutput.from_json(missing, like=state)
 
 
@@ -185,13 +191,13 @@ def test_a_state_without_its_checkpoint_has_no_json(tmp_path, state):
 def test_arrays_are_refused(field, state):
     output = TrainerConfigureModelOutput(None).replace(**{field: [1, {"a": state}]})
     with pytest.raises(
-        sf.ConfigError,
+        sf.errors.ConfigError,
         match=rf"{field}: expected a value without arrays, which JSON does not hold, got int32\[\]"
         rf"; save arrays with sf.save, and give replace\({field}=None\)",
     ):
         output.to_json()
     with pytest.raises(
-        sf.ConfigError, match=r"dataloader_train: expected .* got float64\[3\]; save"
+        sf.errors.ConfigError, match=r"dataloader_train: expected .* got float64\[3\]; save"
     ):
         TrainerConfigureDataloaderOutput([np.ones(3)]).to_json()
 
@@ -223,7 +229,7 @@ def test_functions_iterators_and_optimizers_are_stored_by_name():
     loader = TrainerConfigureDataloaderOutput(iter([1, 2]), dataloader_eval=(i for i in "ab"))
     again = TrainerConfigureDataloaderOutput.from_json(loader.to_json())
     assert again.dataloader_train.description == "list_iterator"
-    with pytest.raises(sf.ConfigError, match="generator .*: JSON stores only its name"):
+    with pytest.raises(sf.errors.ConfigError, match="generator .*: JSON stores only its name"):
         next(again.dataloader_eval)
 
 
@@ -231,12 +237,12 @@ def test_a_placeholder_says_so_when_it_is_used():
     placeholder = round_trip({"step": max})["step"]
     assert repr(placeholder) == "Unserializable(description='builtin_function_or_method max')"
     with pytest.raises(
-        sf.ConfigError, match="max: JSON stores only its name; create it again, and"
+        sf.errors.ConfigError, match="max: JSON stores only its name; create it again, and"
     ):
         placeholder(1, 2)
-    with pytest.raises(sf.ConfigError, match="only its name"):
+    with pytest.raises(sf.errors.ConfigError, match="only its name"):
         list(Unserializable("generator"))
-    with pytest.raises(sf.ConfigError, match="only its name"):
+    with pytest.raises(sf.errors.ConfigError, match="only its name"):
         _ = placeholder.params
     assert not hasattr(placeholder, "shape")
     assert copy.deepcopy(placeholder) == pickle.loads(pickle.dumps(placeholder)) == placeholder
@@ -247,11 +253,11 @@ OTHER = ["", "[", "5", '{"stepfold": "array"}', '{"stepfold": "what"}', 5, "[" *
 
 @pytest.mark.parametrize("text", OTHER, ids=range(len(OTHER)))
 def test_other_text_is_refused(text):
-    with pytest.raises(sf.ConfigError, match="from_json: expected the text of to_json, got"):
+    with pytest.raises(sf.errors.ConfigError, match="from_json: expected the text of to_json, got"):
         TrainerOutput.from_json(text)
 
 
 def test_reading_imports_and_calls_nothing():
     harm = {"stepfold": "record", "of": "os:system", "fields": {"command": "true"}}
-    with pytest.raises(sf.ConfigError, match="from_json: expected the text of to_json, got"):
+    with pytest.raises(sf.errors.ConfigError, match="from_json: expected the text of to_json, got"):
         TrainerOutput.from_json(json.dumps({"state": harm}))

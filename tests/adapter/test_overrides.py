@@ -84,7 +84,9 @@ def test_evaluate_of_a_subclass_needs_data_or_an_interval():
 def test_evaluate_of_the_object_itself_has_to_return_metrics():
     made = digits.trainer(max_steps=1)
     made.evaluate = lambda state: None
-    with pytest.raises(sf.ConfigError, match="evaluate: expected it to return metrics by name"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="evaluate: expected it to return metrics by name"
+    ):
         made.train()
 
 
@@ -160,7 +162,9 @@ def test_save_pretrained_that_a_run_cannot_call_is_refused(tmp_path):
         def save_pretrained(self, where):
             """Save to a folder."""
 
-    with pytest.raises(sf.ConfigError, match="save_pretrained: expected the parameters ckpt_path"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="save_pretrained: expected the parameters ckpt_path"
+    ):
         digits.train_only(Unknown, output_dir=tmp_path).train()
 
     class OwnManager(ByPath):
@@ -168,7 +172,9 @@ def test_save_pretrained_that_a_run_cannot_call_is_refused(tmp_path):
             manager = sf.Checkpoints(tmp_path / "own")
             return super().configure_functions().replace(checkpoint_manager=manager)
 
-    with pytest.raises(sf.ConfigError, match="output_dir: expected a directory for what save_pre"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="output_dir: expected a directory for what save_pre"
+    ):
         digits.train_only(OwnManager).train()
 
 

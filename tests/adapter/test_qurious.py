@@ -169,7 +169,9 @@ def test_an_epoch_and_its_evaluation():
         assert [first[name], second[name]] == history[name]
     assert equal(trainer.state.params, other.state.params)
     kind = type("Own", (Trainer,), {"train_epoch": lambda self, *args: {}})
-    with pytest.raises(sf.ConfigError, match="train_epoch: expected the method of the class"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="train_epoch: expected the method of the class"
+    ):
         made(kind)
 
 
@@ -208,7 +210,9 @@ def test_metrics_of_the_loss_function_are_exact_too():
 
 def test_a_mean_that_counts_padding_is_refused():
     trainer = made(loss_fn=lambda outputs, targets: nll(outputs, targets).mean())
-    with pytest.raises(sf.ConfigError, match="loss_fn: expected values of examples, or sf.mean"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="loss_fn: expected values of examples, or sf.mean"
+    ):
         trainer.evaluate(dicts(TEST, epochs=1))
 
 
@@ -221,7 +225,7 @@ def test_a_mean_that_counts_padding_is_refused():
     ],
 )
 def test_what_a_loss_function_returns_is_checked(returned, message):
-    with pytest.raises(sf.LossError, match=message):
+    with pytest.raises(sf.errors.LossError, match=message):
         made(loss_fn=lambda outputs, targets: returned).eval_step(BATCH)
 
 
@@ -285,7 +289,7 @@ def test_an_nnx_module_is_split_as_its_refusal_says():
 
     module = nnx.Linear(64, 10, rngs=nnx.Rngs(0))
     with pytest.raises(
-        sf.ConfigError, match="model: expected .*, got Linear; split it, as graph, params"
+        sf.errors.ConfigError, match="model: expected .*, got Linear; split it, as graph, params"
     ):
         made(model=module)
     graph, params, rest = nnx.split(module, nnx.Param, ...)
@@ -296,7 +300,9 @@ def test_an_nnx_module_is_split_as_its_refusal_says():
 
 def test_batch_statistics_are_not_parameters():
     variables = {"params": MODEL.params, "batch_stats": {"mean": jnp.zeros(10)}}
-    with pytest.raises(sf.ConfigError, match="model: expected parameters alone, got params and b"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="model: expected parameters alone, got params and b"
+    ):
         made(model=Model(apply, variables))
 
 
@@ -515,7 +521,7 @@ def test_default_inputs_and_targets():
     assert trainer._prepare_batch({"inputs": 1, "targets": 2, "mask": 3}) == (1, 2)
     assert trainer._prepare_batch(batch) == ({"ids": 1}, 2)
     assert made(loss_fn=None)._prepare_batch(batch) == ({"ids": 1, "labels": 2}, 2)
-    with pytest.raises(sf.DataError, match="batch: expected a pair .*, got tuple"):
+    with pytest.raises(sf.errors.DataError, match="batch: expected a pair .*, got tuple"):
         trainer._prepare_batch((1, 2, 3))
 
 
@@ -531,7 +537,9 @@ def test_the_loss_of_the_outputs(wrap):
 
 
 def test_outputs_without_a_loss_need_a_function():
-    with pytest.raises(sf.ConfigError, match="loss_fn: expected a function .* without a loss"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="loss_fn: expected a function .* without a loss"
+    ):
         made(loss_fn=None).eval_step(BATCH)
 
 
@@ -564,7 +572,7 @@ def test_an_iterable_without_a_length_is_counted_once():
 
 @pytest.mark.parametrize(("lengths", "got"), [((3, 3, 2), "2"), ((2, 3), "more")])
 def test_an_epoch_of_another_length_is_refused(lengths, got):
-    with pytest.raises(sf.DataError, match=f"train_dataloader: expected .* got {got};"):
+    with pytest.raises(sf.errors.DataError, match=f"train_dataloader: expected .* got {got};"):
         made().train(Iterable(*lengths), 3)
 
 
@@ -619,7 +627,7 @@ def test_a_run_that_fails_resumes_with_the_same_bits(tmp_path, batches, fails_at
 
     with pytest.raises(RuntimeError, match="mine"):
         made(Fails).train(batches(), 3, EVALUATION, tmp_path)
-    assert sf.latest_step(tmp_path) == fails_at
+    assert sf.checkpoint.latest_step(tmp_path) == fails_at
     trainer, whole = made(Same), made(Same)
     history = trainer.train(batches(), 3, EVALUATION, tmp_path)
     assert history == whole.train(batches(), 3, EVALUATION)
@@ -682,7 +690,12 @@ def test_early_stopping_and_the_best_epoch(tmp_path):
     assert history["eval_loss"] == [10.0, 9.0, 20.0, 21.0, 22.0]
     assert trainer.result.stop_reason.kind == "early_stop"
     assert trainer.result.best == 8
-    assert sorted(sf.verify(tmp_path)) == [4, 8, 16, 20]  # the best so far, the interval, the end
+    assert sorted(sf.checkpoint.verify(tmp_path)) == [
+        4,
+        8,
+        16,
+        20,
+    ]  # the best so far, the interval, the end
     assert made().load_checkpoint(tmp_path / "8")["step"] == 8
 
 
@@ -696,7 +709,7 @@ def test_early_stopping_and_the_best_epoch(tmp_path):
 )
 def test_checkpoints_are_folders_named_by_their_steps(tmp_path):
     made().train(BATCHES, 6, save_dir=tmp_path, save_freq=2)
-    assert sorted(sf.verify(tmp_path)) == [8, 16, 24]
+    assert sorted(sf.checkpoint.verify(tmp_path)) == [8, 16, 24]
     assert all((tmp_path / name).is_dir() for name in ("8", "16", "24"))
 
 
@@ -713,7 +726,7 @@ def test_a_train_metric_may_stop_too():
     trainer = made(optimizer=optax.sgd(0.0))
     trainer.train(BATCHES, 9, best_model_metric="train_loss", early_stopping_patience=2)
     assert trainer.result.stop_reason.kind == "early_stop"
-    with pytest.raises(sf.ConfigError, match="best_model_metric: expected a name that says"):
+    with pytest.raises(sf.errors.ConfigError, match="best_model_metric: expected a name that says"):
         trainer.train(BATCHES, 9, best_model_metric="train_score")
 
 
@@ -723,7 +736,7 @@ def test_a_train_metric_may_stop_too():
     "Best practices, common issues, contributing",
     {
         "NaN": "ends the run with a warning that names the step; `trainer.result.capsule` is for "
-        "`sf.replay`"
+        "`sf.debug.replay`"
     },
 )
 def test_a_nan_ends_the_run_with_a_warning():
@@ -731,7 +744,7 @@ def test_a_nan_ends_the_run_with_a_warning():
     with pytest.warns(UserWarning, match="train: train/loss is (nan|inf) in step .* ended the run"):
         history = trainer.train(BATCHES, 5)
     assert len(history.get("train_loss", [])) < 5
-    assert isinstance(trainer.result.capsule, sf.Capsule)
+    assert isinstance(trainer.result.capsule, sf.debug.Capsule)
 
 
 @shows(
@@ -761,7 +774,9 @@ def test_a_trainer_that_has_another_state_does_not_resume(tmp_path):
     made().train(BATCHES, 2, save_dir=tmp_path)
     other = made()
     other.load_checkpoint(tmp_path, load_optimizer=False)
-    with pytest.raises(sf.ConfigError, match="save_dir: expected a directory without checkpoints"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="save_dir: expected a directory without checkpoints"
+    ):
         other.train(BATCHES, 3, save_dir=tmp_path)
 
 
@@ -884,7 +899,9 @@ def test_a_device_holds_the_state():
     assert {leaf.device for leaf in jax.tree.leaves(trainer.state)} == {device}
     assert trainer.device == device
     assert made().device == jax.devices()[0]
-    with pytest.raises(sf.ConfigError, match="device: expected a device of jax, got str 'cuda:0'"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="device: expected a device of jax, got str 'cuda:0'"
+    ):
         made(device="cuda:0")
 
 
@@ -907,7 +924,7 @@ def test_objects_of_torch_are_refused_with_what_to_give():
         ("scheduler", "StepLR"),
     ]:
         message = f"^{argument}: expected one for JAX, got torch's {name}; (give|write)"
-        with pytest.raises(sf.ConfigError, match=message):
+        with pytest.raises(sf.errors.ConfigError, match=message):
             made(**{argument: torch_object(name)})
 
 
@@ -944,7 +961,7 @@ def test_objects_of_torch_are_refused_with_what_to_give():
     ],
 )
 def test_arguments_of_the_trainer_are_refused(changes, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         made(**changes)
 
 
@@ -1015,7 +1032,7 @@ def test_a_train_step_with_its_own_gradients_updates_by_all_of_the_optimizer():
     updates, _ = own.tx.update(own.state.params, own.state.opt_state, own.state.params)
     assert jax.tree.structure(updates) == jax.tree.structure(own.state.params)
     with pytest.raises(
-        sf.TreeMismatchError, match="apply_gradients: expected gradients in the for"
+        sf.errors.TreeMismatchError, match="apply_gradients: expected gradients in the for"
     ):
         own.apply_gradients({})
 
@@ -1023,7 +1040,9 @@ def test_a_train_step_with_its_own_gradients_updates_by_all_of_the_optimizer():
 def test_a_linen_module_alone_is_refused_with_what_to_write():
     from flax import linen
 
-    with pytest.raises(sf.ConfigError, match=r"give Model\(model.apply, model.init\(key, example"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"give Model\(model.apply, model.init\(key, example"
+    ):
         made(model=linen.Dense(10))
 
 
@@ -1059,7 +1078,7 @@ def test_a_linen_module_alone_is_refused_with_what_to_write():
 )
 def test_arguments_of_a_run_are_refused(changes, message):
     usual = {"train_dataloader": BATCHES, "num_epochs": 1, "eval_dataloader": EVALUATION}
-    with pytest.raises((sf.ConfigError, sf.DataError), match=message):
+    with pytest.raises((sf.errors.ConfigError, sf.errors.DataError), match=message):
         made().train(**usual | changes)
 
 
@@ -1067,20 +1086,28 @@ def test_epochs_of_different_lengths_have_no_schedule():
     config = {"training.scheduler_step_per_batch": False}
     trainer = made(config=config, scheduler=optax.constant_schedule(1.0))
     sizes = sf.batches({"inputs": TRAIN["image"], "targets": TRAIN["label"]}, [(0, 50), (4, 40)])
-    with pytest.raises(sf.ConfigError, match="training.scheduler_step_per_batch: expected True"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="training.scheduler_step_per_batch: expected True"
+    ):
         trainer.train(sizes, 2)
 
 
 def test_what_overrides_return_is_checked():
     kind = type("Own", (Trainer,), {"evaluate": lambda self, dataloader: 1.0})
-    with pytest.raises(sf.ConfigError, match="evaluate: expected it to return metrics by name"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="evaluate: expected it to return metrics by name"
+    ):
         made(kind).train(BATCHES, 1, EVALUATION)
     kind = type("Own", (Trainer,), {"eval_step": lambda self, batch: None})
-    with pytest.raises(sf.ConfigError, match="eval_step: expected metrics by name"):
+    with pytest.raises(sf.errors.ConfigError, match="eval_step: expected metrics by name"):
         made(kind).evaluate(EVALUATION)
     kind = type("Own", (Trainer,), {"eval_step": lambda self, batch: {}})
-    with pytest.raises(sf.DataError, match="evaluate: expected at least one batch, got none"):
+    with pytest.raises(
+        sf.errors.DataError, match="evaluate: expected at least one batch, got none"
+    ):
         made(kind).evaluate([])
     for each in (Trainer, kind):
-        with pytest.raises(sf.ConfigError, match="dataloader: expected an iterable of batches"):
+        with pytest.raises(
+            sf.errors.ConfigError, match="dataloader: expected an iterable of batches"
+        ):
             made(each).evaluate(BATCH[0])

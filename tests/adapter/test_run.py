@@ -64,13 +64,17 @@ def test_metrics_of_an_earlier_run_that_is_not_resumed_are_moved_aside(tmp_path)
     "fields", [{"early_stopping_patience": 1}, {"metric_for_best_model": "f1"}]
 )
 def test_fields_that_need_an_evaluation_are_refused_without_one(fields, tmp_path):
-    with pytest.raises(sf.ConfigError, match=f"{next(iter(fields))}: expected data to evaluate on"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=f"{next(iter(fields))}: expected data to evaluate on"
+    ):
         digits.trainer(**fields, output_dir=tmp_path, given={"dataset_eval": None}).train()
 
 
 def test_a_metric_that_no_evaluation_measures_is_refused():
     trainer = digits.trainer(metric_for_best_model="f1", eval_steps=5, early_stopping_patience=1)
-    with pytest.raises(sf.ConfigError, match=r"one of eval/accuracy, eval/loss, .* got eval/f1"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"one of eval/accuracy, eval/loss, .* got eval/f1"
+    ):
         trainer.train()
 
 
@@ -130,7 +134,9 @@ def test_an_evaluation_elsewhere_is_logged_when_its_result_arrives(tmp_path):
 
 
 def test_methods_around_a_step_need_single_steps():
-    with pytest.raises(sf.ConfigError, match="steps_per_call: expected 1 with on_step_start or"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="steps_per_call: expected 1 with on_step_start or"
+    ):
         digits.train_only(Hooked, steps_per_call=4).train()
 
 
@@ -217,7 +223,7 @@ def test_a_watcher_may_stop_the_run_and_its_exception_reaches_the_caller():
         == "enough; stopped at step 5"
     )
     trainer = digits.train_only(given={"watchers": [Watcher("bad", lambda state: "text")]})
-    with pytest.raises(sf.ConfigError, match="watch/bad: expected a number, got 'text'"):
+    with pytest.raises(sf.errors.ConfigError, match="watch/bad: expected a number, got 'text'"):
         trainer.train()
 
 
@@ -240,7 +246,9 @@ def run(finished, tmp_path):
 
 
 def test_the_path_of_the_newest_own_checkpoint_is_a_plain_resume(run, tmp_path):
-    with pytest.raises(sf.ConfigError, match="is an older checkpoint than step 10 of the same run"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="is an older checkpoint than step 10 of the same run"
+    ):
         run.train(ckpt_path=tmp_path / "checkpoints" / "5")
     again = digits.train_only(output_dir=tmp_path, save_steps=5, max_steps=15)
     assert int(again.train(ckpt_path=tmp_path / "checkpoints" / "10").state.step) == 15
@@ -257,7 +265,7 @@ def test_a_path_resumes_also_without_resume_if_possible(used, tmp_path, name):
 
 def test_another_start_needs_another_directory(run, tmp_path):
     with pytest.raises(
-        sf.ConfigError, match="model_parameters: expected an output_dir without che"
+        sf.errors.ConfigError, match="model_parameters: expected an output_dir without che"
     ):
         run.train(model_parameters=run.state.params)
 
@@ -284,7 +292,7 @@ def test_a_loaded_checkpoint_is_not_silently_ignored(used, tmp_path):
     other.train()
     trainer = used()
     trainer.load_checkpoint(tmp_path / "other")
-    with pytest.raises(sf.ConfigError, match="resumes from step 10"):
+    with pytest.raises(sf.errors.ConfigError, match="resumes from step 10"):
         trainer.train()
 
 
@@ -292,7 +300,7 @@ def test_a_state_of_the_same_step_is_not_silently_ignored(used, tmp_path):
     trainer = used()
     zeros = jax.tree.map(jnp.zeros_like, trainer.state.params)
     state = trainer.state._replace(params=zeros, step=trainer.state.step + 10)
-    with pytest.raises(sf.ConfigError, match="state: expected"):
+    with pytest.raises(sf.errors.ConfigError, match="state: expected"):
         trainer.train(state=state)
 
 
@@ -321,18 +329,20 @@ def test_a_resume_frees_the_initial_state(used):
 def test_an_older_checkpoint_that_the_arguments_name_is_not_silently_ignored(used, tmp_path):
     """As `train(ckpt_path=…)` refuses it."""
     trainer = used(resume_from_checkpoint=str(tmp_path / "checkpoints" / "5"))
-    with pytest.raises(sf.ConfigError, match="is an older checkpoint than step 10"):
+    with pytest.raises(sf.errors.ConfigError, match="is an older checkpoint than step 10"):
         trainer.train()
 
 
 def test_a_path_without_a_checkpoint_is_refused_though_there_are_own_ones(used, tmp_path):
     trainer = used(resume_from_checkpoint=str(tmp_path / "nowhere"))
-    with pytest.raises(sf.CheckpointError, match="nowhere: expected a checkpoint"):
+    with pytest.raises(sf.errors.CheckpointError, match="nowhere: expected a checkpoint"):
         trainer.train()
 
 
 def test_parameters_are_refused_as_a_state(run):
-    with pytest.raises(sf.ConfigError, match="state: expected a state, .* as model_parameters"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="state: expected a state, .* as model_parameters"
+    ):
         run.train(state=run.state.params)
 
 
@@ -349,13 +359,15 @@ def test_a_run_without_resume_may_be_continued(tmp_path):
     trainer = digits.train_only(output_dir=tmp_path, max_steps=5, resume_from_checkpoint=False)
     trainer.train()
     assert int(trainer.train(more_steps=2).state.step) == 7
-    with pytest.raises(sf.ConfigError, match="resume=False"):
+    with pytest.raises(sf.errors.ConfigError, match="resume=False"):
         digits.train_only(output_dir=tmp_path, max_steps=9, resume_from_checkpoint=False).train()
 
 
 def test_an_assigned_state_is_not_silently_ignored(run):
     run.state = jax.tree.map(jnp.zeros_like, run.state)
-    with pytest.raises(sf.ConfigError, match="state: expected an output_dir without checkpoints"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="state: expected an output_dir without checkpoints"
+    ):
         run.train(more_steps=2)
 
 
@@ -363,7 +375,9 @@ def test_an_assigned_state_of_another_structure_is_refused(run):
     params = {**run.state.params, "more": jnp.zeros(2)}
     for state in (run.state._replace(params=params), run.state._replace(key=None), {"w": 1.0}):
         run.state = state
-        with pytest.raises(sf.ConfigError, match="state: expected an output_dir without checkp"):
+        with pytest.raises(
+            sf.errors.ConfigError, match="state: expected an output_dir without checkp"
+        ):
             run.train(more_steps=2)
 
 
@@ -455,9 +469,11 @@ def test_compile_aot_with_loaders_of_a_subclass():
     trainer = of_loaders(iter([batch()] * 4), 4, lambda: [batch()])
     assert trainer.compile_aot()
     assert int(trainer.train().state.step) == 4
-    with pytest.raises(sf.ConfigError, match="dataloader_eval: expected a batch to compile for"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="dataloader_eval: expected a batch to compile for"
+    ):
         of_loaders(iter([batch()]), 4, list).compile_aot()
-    with pytest.raises(sf.ConfigError, match="steps_per_call: expected 1 for compile_aot"):
+    with pytest.raises(sf.errors.ConfigError, match="steps_per_call: expected 1 for compile_aot"):
         of_loaders([batch()], steps_per_call=2).compile_aot()
 
 
@@ -466,7 +482,9 @@ def test_data_without_an_end_need_a_number_of_steps():
     trainer = digits.train_only(
         given={"dataset_train": mixture}, num_train_epochs=1, shuffle_train_dataset=False
     )
-    with pytest.raises(sf.ConfigError, match="max_steps: expected a number of steps for data"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="max_steps: expected a number of steps for data"
+    ):
         trainer.train()
 
 
@@ -475,7 +493,9 @@ def test_a_checkpoint_manager_needs_a_directory():
         def configure_functions(self):
             return super().configure_functions().replace(checkpoint_manager=sf.Checkpoints(every=5))
 
-    with pytest.raises(sf.ConfigError, match="checkpoint_manager: expected one with a directory"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="checkpoint_manager: expected one with a directory"
+    ):
         digits.trainer(Own)
 
 
@@ -506,7 +526,7 @@ def test_log_watchers_of_a_subclass_is_called_without_watchers():
     trainer.train()
     assert steps == [(5, 5), (10, 10)]
     assert trainer.history["watch/mine"].steps == [5, 10]
-    with pytest.raises(sf.ConfigError, match="watchers: expected different names, got a, a"):
+    with pytest.raises(sf.errors.ConfigError, match="watchers: expected different names, got a, a"):
         digits.train_only(given={"watchers": [Watcher("a", len), Watcher("a", len)]})
 
 
@@ -526,11 +546,11 @@ def test_checkpoints_of_a_trainer_in_object_storage(tmp_path):
     resumed = digits.trainer(InBucket, max_steps=10)
     resumed.train()
     assert resumed.result.resumed == 5
-    assert sf.verify(url) == {5: [], 10: []}
+    assert sf.checkpoint.verify(url) == {5: [], 10: []}
     other = digits.trainer(max_steps=12)
     other.train(ckpt_path=output.checkpoint_path)
     assert int(other.state.step) == 12
-    with pytest.raises(sf.ConfigError, match="5 is an older checkpoint than step 10"):
+    with pytest.raises(sf.errors.ConfigError, match="5 is an older checkpoint than step 10"):
         digits.trainer(InBucket, max_steps=12).train(ckpt_path=f"{url}/5")
 
 
@@ -553,9 +573,13 @@ def test_a_plateau_of_the_evaluation_loss_reduces_the_rate_of_a_trainer(tmp_path
     assert [step for step, _ in reasons][:3] == [5, 10, 15]
     assert reasons[1][1].startswith("the learning rate is scaled by 0.1 after eval/loss ")
     nothing = {"given": {"dataset_eval": None}}
-    with pytest.raises(sf.ConfigError, match="scheduler: expected data to evaluate on, to measure"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="scheduler: expected data to evaluate on, to measure"
+    ):
         digits.trainer(scheduler="reduce_on_plateau", **nothing).train()
-    with pytest.raises(sf.ConfigError, match="scheduler: expected eval/loss to be measured during"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="scheduler: expected eval/loss to be measured during"
+    ):
         digits.trainer(scheduler="reduce_on_plateau").train()
 
 
@@ -563,7 +587,7 @@ def test_a_plateau_of_the_evaluation_loss_reduces_the_rate_of_a_trainer(tmp_path
     "options", [{"factor": 2.0}, {"patience": 0.5}, {"cooldown": 1.5}, {"rtol": 2.0}, {"gamma": 1}]
 )
 def test_options_of_a_plateau_are_checked(options):
-    with pytest.raises(sf.ConfigError, match="scheduler_kwargs"):
+    with pytest.raises(sf.errors.ConfigError, match="scheduler_kwargs"):
         digits.arguments(scheduler="reduce_on_plateau", scheduler_kwargs=options)
-    with pytest.raises(sf.ConfigError, match="scheduler.*learning_rate_end"):
+    with pytest.raises(sf.errors.ConfigError, match="scheduler.*learning_rate_end"):
         digits.arguments(scheduler="reduce_on_plateau", learning_rate_end=1e-4)

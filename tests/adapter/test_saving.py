@@ -24,7 +24,9 @@ def test_path_and_state_may_come_in_either_order():
         path, found = saving.path_and_state(*values)
         assert (path, found is state) == (Path("a").absolute(), True)
     for wrong in ((None, None, None), ("a", "b", None), (state, state, "a")):
-        with pytest.raises(sf.ConfigError, match="save_pretrained: expected one path and at most"):
+        with pytest.raises(
+            sf.errors.ConfigError, match="save_pretrained: expected one path and at most"
+        ):
             saving.path_and_state(*wrong)
 
 
@@ -49,7 +51,7 @@ def test_a_card_goes_to_a_file_or_into_a_folder(tmp_path):
 
 def test_a_card_cannot_go_below_a_file(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(sf.CheckpointError, match="file: expected a directory, got a file"):
+    with pytest.raises(sf.errors.CheckpointError, match="file: expected a directory, got a file"):
         saving.write_card(tmp_path / "file" / "card.md", "text")
 
 
@@ -112,7 +114,9 @@ def test_names_are_those_of_torch_or_your_own(tmp_path):
     renamed = saved(tmp_path, params, names={"a/kernel": "c"})
     assert renamed.keys() == names - {"a.weight"} | {"c"}
     for wrong in (["a"], []):
-        with pytest.raises(sf.ConfigError, match="names: expected a function of a path, or names "):
+        with pytest.raises(
+            sf.errors.ConfigError, match="names: expected a function of a path, or names "
+        ):
             save_for_torch(tmp_path, params, names=wrong)
 
 
@@ -126,7 +130,9 @@ def test_names_and_metadata_are_in_the_file(tmp_path):
 
 
 def test_a_name_for_a_missing_path_is_refused(tmp_path):
-    with pytest.raises(sf.ConfigError, match="names: expected paths of parameters, such as w, got"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="names: expected paths of parameters, such as w, got"
+    ):
         save_for_torch(tmp_path, {"w": jnp.ones(1)}, names={"v": "weight"})
     assert saved(tmp_path, {"w": jnp.ones(1)}, names={"w": "weight"}).keys() == {"weight"}
 
@@ -139,7 +145,9 @@ def test_a_name_for_a_missing_path_is_refused(tmp_path):
 def test_gathering_is_refused(tmp_path):
     trainer = digits.trainer(max_steps=1)
     trainer.save_pretrained(tmp_path / "a", gather_fns=None)
-    with pytest.raises(sf.ConfigError, match="gather_fns: expected None, since arrays are saved"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="gather_fns: expected None, since arrays are saved"
+    ):
         trainer.save_pretrained(tmp_path / "b", gather_fns={"w": max})
 
 
@@ -163,24 +171,26 @@ def test_an_unknown_option_is_refused(tmp_path, option, value):
     trainer = digits.trainer(max_steps=1)
     trainer.save_pretrained(tmp_path, to_torch=True, **{option: value})
     (name,) = value
-    with pytest.raises(sf.ConfigError, match=f"there is no '{name[:-1]}'; did you mean '{name}'"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=f"there is no '{name[:-1]}'; did you mean '{name}'"
+    ):
         trainer.save_pretrained(tmp_path, to_torch=True, **{option: {name[:-1]: {}}})
 
 
 def test_a_trainer_starts_from_and_writes_the_names_of_others(tmp_path):
-    names = sf.NameMap([
-        sf.NameRule("kernel", "dense.weight", transpose=(1, 0)),
+    names = sf.checkpoint.NameMap([
+        sf.checkpoint.NameRule("kernel", "dense.weight", transpose=(1, 0)),
         ("bias", "dense.bias"),
     ])  # fmt: skip
     params = digits.init(jax.random.key(3))
-    sf.export_params(tmp_path / "hub", params, names=names)
+    sf.checkpoint.export_params(tmp_path / "hub", params, names=names)
     trainer = digits.trainer(given={"names": names}, init_weights_from=tmp_path / "hub")
     assert digits.bits(trainer.state.params) == digits.bits(params)
     assert trainer.loaded == ["params/bias", "params/kernel"]
     trainer.save_pretrained(tmp_path / "back", to_torch=True)
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("hub", "back")]
     assert files[0] == files[1]
-    with pytest.raises(sf.ConfigError, match="names: expected a NameMap, got dict"):
+    with pytest.raises(sf.errors.ConfigError, match="names: expected a NameMap, got dict"):
         digits.trainer(given={"names": {"kernel": "weight"}})
 
 
@@ -195,7 +205,9 @@ def test_a_state_that_is_there_already_is_not_saved_again_and_another_is_refused
     other = trainer.state._replace(params=jax.tree.map(jnp.negative, trainer.state.params))
     smaller = trainer.state._replace(params={"kernel": trainer.state.params["kernel"]})
     for state in (other, smaller):
-        with pytest.raises(sf.CheckpointError, match="expected a new step, got 2, which is there"):
+        with pytest.raises(
+            sf.errors.CheckpointError, match="expected a new step, got 2, which is there"
+        ):
             trainer.save_pretrained(tmp_path, state)
 
 

@@ -40,7 +40,9 @@ def test_a_state_keeps_its_optimizer_state_if_that_fits():
     other = begin(given=state, tx=optax.sgd(0.1))
     assert digits.bits(other.params) == digits.bits(state.params)
     assert int(other.step) == 7
-    with pytest.raises(sf.TreeMismatchError, match="init_tx=False: expected a model_state whose"):
+    with pytest.raises(
+        sf.errors.TreeMismatchError, match="init_tx=False: expected a model_state whose"
+    ):
         begin(given=state, tx=optax.sgd(0.1), fields={"init_tx": False})
 
 
@@ -59,7 +61,7 @@ def test_weights_are_loaded_into_a_state_of_flax(tmp_path):
     flax_state = TrainState.create(
         apply_fn=None, params=jax.tree.map(jnp.zeros_like, params), tx=optax.sgd(np.float32(0.1))
     )
-    sf.export_params(tmp_path / "w.safetensors", params)
+    sf.checkpoint.export_params(tmp_path / "w.safetensors", params)
     sf.save(tmp_path / "run", sf.init_state(params, TX, jax.random.key(0)))
     for path in (tmp_path / "w.safetensors", tmp_path / "run"):
         new, *_ = load_weights(path, flax_state, FOLDER)
@@ -75,11 +77,15 @@ def test_a_checkpoint_is_found_by_its_run_its_folder_or_itself(tmp_path):
     assert find_checkpoint(folder / "7", FOLDER) == (str(folder), 7)
     (folder / "²").mkdir()  # a digit, but no number
     for wrong in (folder / "8", folder / "²", tmp_path / "nowhere"):
-        with pytest.raises(sf.CheckpointError, match="expected a checkpoint, a folder of them"):
+        with pytest.raises(
+            sf.errors.CheckpointError, match="expected a checkpoint, a folder of them"
+        ):
             find_checkpoint(wrong, FOLDER)
 
 
 @pytest.mark.parametrize("path", [5, None, " "])
 def test_what_is_not_a_path_is_refused(path):
-    with pytest.raises(sf.ConfigError, match=f"checkpoint: expected a path, got {path!r}; give"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=f"checkpoint: expected a path, got {path!r}; give"
+    ):
         find_checkpoint(path, FOLDER)

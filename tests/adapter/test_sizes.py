@@ -44,18 +44,18 @@ def test_devices_default_to_those_of_jax():
     assert plan(arguments).train_batch == 2 * jax.device_count()
     assert plan(arguments, devices=jax.devices()[:3]).train_batch == 6
     for none in ([], 0):
-        with pytest.raises(sf.ConfigError, match="devices: expected at least one, got"):
+        with pytest.raises(sf.errors.ConfigError, match="devices: expected at least one, got"):
             plan(arguments, devices=none)
 
 
 def test_an_accumulation_that_does_not_fit_is_refused():
     with pytest.raises(
-        sf.ConfigError,
+        sf.errors.ConfigError,
         match=r"gradient_accumulation_steps: .* batch of 32 .* got 5; give one of 1, 2, 4",
     ):
         plan_for(gradient_accumulation_steps=5)
     with pytest.raises(
-        sf.ConfigError,
+        sf.errors.ConfigError,
         match=r"gradient_accumulation_steps: expected at least 8, .* 8 devices .* at most "
         r"per_device_train_batch_size=1 of total_batch_size=64 at once, got 2; leave out one",
     ):
@@ -68,7 +68,7 @@ def test_evaluation_batch():
     assert plan_for(per_device_eval_batch_size=3).eval_batch == 24
     assert plan_for(eval_batch_size=24, per_device_eval_batch_size=3).eval_batch == 24
     with pytest.raises(
-        sf.ConfigError,
+        sf.errors.ConfigError,
         match="eval_batch_size: expected per_device_eval_batch_size=3 times 8 devices, 24, got 10",
     ):
         plan_for(eval_batch_size=10, per_device_eval_batch_size=3)
@@ -100,14 +100,14 @@ def test_without_a_length_fractions_are_refused():
     assert (sizes.epoch_steps, sizes.steps, sizes.eval_steps) == (None, None, None)
     for name in ("log_steps", "max_steps", "save_steps"):
         with pytest.raises(
-            sf.ConfigError, match=rf"{name}: expected an integer, .* got 0.1; give max_steps"
+            sf.errors.ConfigError, match=rf"{name}: expected an integer, .* got 0.1; give max_steps"
         ):
             plan_for(output_dir="a", **{name: 0.1})
 
 
 def test_a_batch_needs_enough_examples():
     with pytest.raises(
-        sf.ConfigError, match="total_batch_size: expected at most the 20 training .* got 32"
+        sf.errors.ConfigError, match="total_batch_size: expected at most the 20 training .* got 32"
     ):
         plan_for(20)
     assert plan_for(20, per_epoch_training_steps=3).epoch_steps == 3
@@ -155,7 +155,7 @@ def test_save_intervals():
     assert intervals(save_strategy="epoch", per_epoch_training_steps=7) == (7, None)
     assert intervals(save_strategy="epoch", per_epoch_training_steps=7, save_steps=7) == (7, None)
     with pytest.raises(
-        sf.ConfigError,
+        sf.errors.ConfigError,
         match="save_steps: expected per_epoch_training_steps=7, .* got 10; leave out one",
     ):
         intervals(save_strategy="epoch", per_epoch_training_steps=7, save_steps=10)
@@ -171,7 +171,7 @@ def test_log_points_are_where_metrics_are_shown_or_written():
 @pytest.mark.parametrize("name", ["warmup_steps", "step_start_point"])
 def test_fields_beyond_the_last_step_are_refused(name):
     with pytest.raises(
-        sf.ConfigError, match=f"{name}: expected fewer than the 31 steps of the run, got 31"
+        sf.errors.ConfigError, match=f"{name}: expected fewer than the 31 steps of the run, got 31"
     ):
         plan_for(1_000, **{name: 31})
     assert plan_for(1_000, **{name: 30}).steps == 31

@@ -43,11 +43,17 @@ def test_numbers_of_a_dict_or_a_record_are_metrics(kind):
 
 
 def test_other_values_are_refused_as_metrics():
-    with pytest.raises(sf.ConfigError, match="train_step_fn: loss: expected a number, or a metric"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="train_step_fn: loss: expected a number, or a metric"
+    ):
         as_metrics({"loss": ROW}, "train_step_fn")
-    with pytest.raises(sf.ConfigError, match="eval_step_fn: expected metrics by name, got float"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="eval_step_fn: expected metrics by name, got float"
+    ):
         as_eval_step(lambda state, batch: 1.0)((), ROW)
-    with pytest.raises(sf.ConfigError, match=r"train_step_fn: expected it to return \(state, metr"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"train_step_fn: expected it to return \(state, metr"
+    ):
         as_train_step(lambda state, batch: state)(jnp.ones(1), ROW)
 
 
@@ -138,7 +144,9 @@ def test_an_exception_after_a_step_is_raised_when_the_caller_has_the_state():
 def test_another_return_value_is_refused():
     step, state = hooked(after=lambda state, metrics, step: state)
     step(state, ROW)
-    with pytest.raises(sf.ConfigError, match=r"on_step_end: expected it to return \(state, metr"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"on_step_end: expected it to return \(state, metr"
+    ):
         step.raise_pending()
 
 
@@ -149,7 +157,9 @@ def test_metrics_that_differ_between_steps_are_refused():
     step, state = hooked(after=after)
     state, _ = step(state, ROW)
     state, _ = step(state, ROW)
-    with pytest.raises(sf.ConfigError, match="on_step_end: expected the metrics of the first step"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="on_step_end: expected the metrics of the first step"
+    ):
         step.raise_pending()
 
 
@@ -171,7 +181,11 @@ def test_metrics_of_a_function_of_state_and_batch_are_merged_as_those_of_the_ste
 def test_a_function_of_the_numbers_adds_some():
     half = lambda numbers: {"half": numbers["eval_loss"] / 2}
     assert evaluate_with(measure, 2.0, BATCHES, half) == {"eval_loss": 3.0, "half": 1.5}
-    with pytest.raises(sf.ConfigError, match="metric_calculator: expected it to return numbers by"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="metric_calculator: expected it to return numbers by"
+    ):
         evaluate_with(measure, 2.0, BATCHES, lambda numbers: None)
-    with pytest.raises(sf.ConfigError, match=r"expected a function \(state, batch\) -> metrics"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"expected a function \(state, batch\) -> metrics"
+    ):
         evaluate_with(measure, 2.0, BATCHES, 3)

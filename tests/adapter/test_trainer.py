@@ -39,21 +39,31 @@ def test_without_do_train_nothing_is_trained():
 
 
 def test_missing_parts_are_named():
-    with pytest.raises(sf.ConfigError, match="dataset_train: expected data to train on, got None"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="dataset_train: expected data to train on, got None"
+    ):
         digits.trainer(given={"dataset_train": None}).train()
-    with pytest.raises(sf.ConfigError, match="dataset_eval: expected data to evaluate on, got Non"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="dataset_eval: expected data to evaluate on, got Non"
+    ):
         digits.trainer(given={"dataset_eval": None}).evaluate()
-    with pytest.raises(sf.ConfigError, match="best_state: expected metric_for_best_model and an"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="best_state: expected metric_for_best_model and an"
+    ):
         _ = digits.trainer().best_state
     on_train = {"early_stopping_patience": 1, "metric_for_best_model": "train.loss"}
-    with pytest.raises(sf.ConfigError, match="early_stopping_patience with a metric of an evaluat"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="early_stopping_patience with a metric of an evaluat"
+    ):
         _ = digits.trainer(**on_train).best_state
 
     class OneStep(Trainer):
         def configure_functions(self):
             return super().configure_functions().replace(sharded_evaluation_step_function=None)
 
-    with pytest.raises(sf.ConfigError, match=r"eval_step_fn: expected a step \(state, batch\)"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"eval_step_fn: expected a step \(state, batch\)"
+    ):
         digits.trainer(OneStep).evaluate()
 
 
@@ -271,10 +281,10 @@ def test_the_bar_of_a_subclass_is_shown():
 def test_an_exception_of_a_method_reaches_the_caller():
     class Fails(Trainer):
         def log_metrics(self, metrics, pbar, step, mode="train"):
-            raise sf.DataError("cut here")
+            raise sf.errors.DataError("cut here")
 
     made = digits.train_only(Fails)
-    with pytest.raises(sf.DataError, match="cut here"):
+    with pytest.raises(sf.errors.DataError, match="cut here"):
         made.train()
     assert made.stopped == "DataError: cut here"
 
@@ -593,7 +603,7 @@ def test_a_method_for_all_kinds_of_data_comes_before_the_default_of_one():
     "API reference", "Constructor", {"`**deprecated_kwargs`": "refused, with what to write instead"}
 )
 def test_arguments_of_other_trainers_are_refused_at_once_with_what_to_write():
-    with pytest.raises(sf.ConfigError) as error:
+    with pytest.raises(sf.errors.ConfigError) as error:
         Trainer(digits.arguments(), train_dataset=[1], compute_metrics=print, hoks=())
     for advice in ("write dataset_train=", "metrics from the loss function", "mean 'hooks'"):
         assert advice in str(error.value)
@@ -616,7 +626,9 @@ def test_predictions_of_any_data_are_in_order_and_without_padding(tmp_path):
     assert made.evaluate()["eval_accuracy"] == pytest.approx(accuracy)
     (file,) = made.predict({"image": digits.TEST["image"][:5]}, top, to=tmp_path / "out")
     np.testing.assert_array_equal(np.load(file)["top"], predicted[:5])
-    with pytest.raises(sf.ConfigError, match="function: expected a function .params, batch. -> ou"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="function: expected a function .params, batch. -> ou"
+    ):
         made.predict(digits.TEST)
     plain = digits.trainer(max_steps=1, given={"dataset_eval": None, "devices": jax.devices()[:2]})
     np.testing.assert_array_equal(

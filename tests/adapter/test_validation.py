@@ -98,7 +98,7 @@ def test_a_field_accepts_its_values_and_nothing_else():
             assert type(stored(name, value)) is type(expected)
         for value in bad:
             with pytest.raises(
-                sf.ConfigError, match=rf"^{name}(\[0\])?: expected .+, got "
+                sf.errors.ConfigError, match=rf"^{name}(\[0\])?: expected .+, got "
             ) as error:
                 stored(name, value)
             item = value[0] if "[0]:" in str(error.value) else value
@@ -130,7 +130,7 @@ def test_a_field_accepts_its_values_and_nothing_else():
     ],
 )
 def test_a_message_says_what_to_do(name, value, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         TrainingArguments(**{name: value})
 
 
@@ -229,7 +229,7 @@ IDS = [",".join(values) for values, _ in CLASHES]
 
 @pytest.mark.parametrize(("values", "message"), CLASHES, ids=IDS)
 def test_conflicts_are_refused_with_the_fields_and_what_to_do(values, message):
-    with pytest.raises(sf.ConfigError, match=message) as error:
+    with pytest.raises(sf.errors.ConfigError, match=message) as error:
         TrainingArguments(**values)
     assert any(name in str(error.value) for name in values)
 

@@ -68,7 +68,7 @@ def saved(tmp_path_factory):
 )
 def test_the_average_is_that_of_float64(saved, dtype, steps):
     folder, trees = saved
-    got = sf.average_checkpoints(folder, steps, trees[dtype][0], part=dtype)
+    got = sf.checkpoint.average_checkpoints(folder, steps, trees[dtype][0], part=dtype)
     assert bits(got) == bits(mean([trees[dtype][step - 1] for step in steps]))
 
 
@@ -76,14 +76,14 @@ def test_the_average_is_that_of_float64(saved, dtype, steps):
 def test_what_is_nearly_right_fails_the_same_law(wrong, saved):
     folder, trees = saved
     trees = trees["bfloat16"]
-    assert bits(sf.average_checkpoints(folder, range(1, 9), trees[0], part="bfloat16")) != bits(
-        wrong(trees)
-    )
+    assert bits(
+        sf.checkpoint.average_checkpoints(folder, range(1, 9), trees[0], part="bfloat16")
+    ) != bits(wrong(trees))
 
 
 def test_without_like_it_is_nested_dicts_of_numpy_arrays(saved):
     folder, trees = saved
-    got = sf.average_checkpoints(folder, [1, 5], part="bfloat16")
+    got = sf.checkpoint.average_checkpoints(folder, [1, 5], part="bfloat16")
     assert got.keys() == {"layers", "scale", "none"}
     assert type(got["layers"]["1"]["w"]) is np.ndarray
     assert bits(got) == bits(mean([trees["bfloat16"][0], trees["bfloat16"][4]]))
@@ -93,13 +93,13 @@ def test_each_leaf_gets_its_sharding(saved):
     folder, trees = saved
     trees = trees["bfloat16"]
     mesh = sf.make_mesh()
-    plan = sf.make_sharding(trees[0], mesh, sf.fsdp(min_size=8))
+    plan = sf.make_sharding(trees[0], mesh, sf.sharding.fsdp(min_size=8))
     form = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         trees[0],
         plan,
     )
-    got = sf.average_checkpoints(folder, [2, 3, 7], form, part="bfloat16")
+    got = sf.checkpoint.average_checkpoints(folder, [2, 3, 7], form, part="bfloat16")
     assert jax.tree.map(lambda leaf: leaf.sharding, got) == plan
     assert not got["layers"][0]["w"].sharding.is_fully_replicated
     assert bits(jax.device_get(got)) == bits(mean([trees[i] for i in (1, 2, 6)]))
@@ -112,11 +112,15 @@ def test_any_part_can_be_averaged(tmp_path):
         sf.save(tmp_path, state, step=step)
     like = state.opt_state.ema
     assert (
-        sf.average_checkpoints(tmp_path, [1, 2], like, part="opt_state/ema")["w"].tolist()
+        sf.checkpoint.average_checkpoints(tmp_path, [1, 2], like, part="opt_state/ema")[
+            "w"
+        ].tolist()
         == [1.5] * 3
     )
-    assert float(sf.average_checkpoints(tmp_path, [2], part="params/w").sum()) == 6
-    whole = sf.average_checkpoints(tmp_path, [1, 2], state, part="")  # step and key are equal
+    assert float(sf.checkpoint.average_checkpoints(tmp_path, [2], part="params/w").sum()) == 6
+    whole = sf.checkpoint.average_checkpoints(
+        tmp_path, [1, 2], state, part=""
+    )  # step and key are equal
     assert jax.random.key_data(whole.key).tolist() == jax.random.key_data(state.key).tolist()
 
 
@@ -130,26 +134,32 @@ def test_integers_and_keys_have_to_be_equal(tmp_path):
     for step, key in ((1, 0), (2, 0), (3, 1)):
         tree = {"ids": np.arange(3) + (step == 2), "key": jax.random.key(key)}
         sf.save(tmp_path, {"params": {**tree, "w": np.ones(2)}}, step=step)
-    assert sf.average_checkpoints(tmp_path, [1])["ids"].tolist() == [0, 1, 2]
-    with pytest.raises(sf.TreeMismatchError, match="2: params/ids: expected equal values in all"):
-        sf.average_checkpoints(tmp_path, [1, 2])
+    assert sf.checkpoint.average_checkpoints(tmp_path, [1])["ids"].tolist() == [0, 1, 2]
     with pytest.raises(
-        sf.TreeMismatchError, match=r"3: params/key: .*key<threefry2x32>\[\] has no mean"
+        sf.errors.TreeMismatchError, match="2: params/ids: expected equal values in all"
     ):
-        sf.average_checkpoints(tmp_path, [1, 3])
+        sf.checkpoint.average_checkpoints(tmp_path, [1, 2])
+    with pytest.raises(
+        sf.errors.TreeMismatchError, match=r"3: params/key: .*key<threefry2x32>\[\] has no mean"
+    ):
+        sf.checkpoint.average_checkpoints(tmp_path, [1, 3])
 
 
 def test_steps_with_other_leaves_are_refused_with_the_path(tmp_path):
     save(tmp_path, [params(0), params(1) | {"scale": np.ones(2)}, params(2) | {"more": np.ones(1)}])
     with pytest.raises(
-        sf.TreeMismatchError,
+        sf.errors.TreeMismatchError,
         match=r"2: params: .* step 1,.*\s+scale: expected float32\[\], got float64\[2\]",
     ):
-        sf.average_checkpoints(tmp_path, [1, 2])
-    with pytest.raises(sf.TreeMismatchError, match=r"more: expected nothing, got float64\[1\]"):
-        sf.average_checkpoints(tmp_path, [1, 3])
-    with pytest.raises(sf.TreeMismatchError, match=r"scale .*float32\[\] .*float32\[5\]"):
-        sf.average_checkpoints(tmp_path, [1], params(0) | {"scale": np.ones(5, np.float32)})
+        sf.checkpoint.average_checkpoints(tmp_path, [1, 2])
+    with pytest.raises(
+        sf.errors.TreeMismatchError, match=r"more: expected nothing, got float64\[1\]"
+    ):
+        sf.checkpoint.average_checkpoints(tmp_path, [1, 3])
+    with pytest.raises(sf.errors.TreeMismatchError, match=r"scale .*float32\[\] .*float32\[5\]"):
+        sf.checkpoint.average_checkpoints(
+            tmp_path, [1], params(0) | {"scale": np.ones(5, np.float32)}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +185,7 @@ def three(tmp_path_factory):
 )
 def test_wrong_arguments_are_refused(steps, options, message, three):
     with pytest.raises(sf.StepfoldError, match=message):
-        sf.average_checkpoints(three, steps, **options)
+        sf.checkpoint.average_checkpoints(three, steps, **options)
 
 
 def restored_at_once(folder, steps):
@@ -184,7 +194,7 @@ def restored_at_once(folder, steps):
     return jax.tree.map(lambda *leaves: sum(leaves) / 3, *(tree.state["params"] for tree in trees))
 
 
-@pytest.mark.parametrize("read", [sf.average_checkpoints, restored_at_once])
+@pytest.mark.parametrize("read", [sf.checkpoint.average_checkpoints, restored_at_once])
 def test_one_leaf_is_read_at_a_time(read, three, monkeypatch):
     parts, read_arrays, most = arrays.ArrayReader.parts, [], 0
 
@@ -197,4 +207,4 @@ def test_one_leaf_is_read_at_a_time(read, three, monkeypatch):
 
     monkeypatch.setattr(arrays.ArrayReader, "parts", tracked)
     assert read(three, [1, 2, 3])["2"].tolist() == [4.0] * 9
-    assert (most <= 1) is (read is sf.average_checkpoints)
+    assert (most <= 1) is (read is sf.checkpoint.average_checkpoints)

@@ -74,15 +74,15 @@ def objects(folder):
 
 
 def test_a_state_comes_back_with_all_that_was_saved_with_it(url):
-    assert sf.latest_step(url) is None
+    assert sf.checkpoint.latest_step(url) is None
     sf.save(url, state(1), step=1, data={"at": 1}, metrics={"loss": 0.5}, extra={"lr": 0.1})
     restored = sf.restore(url, like())
     check_same(restored.state, state(1))
     assert restored[1:5] == (1, {"at": 1}, {"lr": 0.1}, {"loss": 0.5})
-    found = sf.contents(url)
+    found = sf.checkpoint.contents(url)
     assert (found.step, found.data, found.metrics) == (1, {"at": 1}, {"loss": 0.5})
     assert found.leaves["half"].dtype == "bfloat16"
-    assert sf.verify(url) == {1: []}
+    assert sf.checkpoint.verify(url) == {1: []}
     part = sf.restore(url, like(), parts=("w",))
     assert np.array_equal(part.state["w"], state(1)["w"])
     assert part.loaded == {"w": "w"}
@@ -100,7 +100,7 @@ def test_a_series_keeps_the_last_and_the_best_steps_and_takes_metrics_later(url)
     restored = sf.restore(url, like())
     assert restored.metrics == {"loss": 3.0, "acc": 0.5}
     assert restored.extra == {"seen": 5}
-    assert sf.verify(url) == {2: [], 4: [], 5: []}
+    assert sf.checkpoint.verify(url) == {2: [], 4: [], 5: []}
     assert open_store(url).other_names() == []
 
 
@@ -133,7 +133,7 @@ def test_large_and_small_leaves_share_objects(folder, monkeypatch):
     total = sum(array.nbytes for array in saved.values())
     assert sorted(sizes, reverse=True) == [1000] * (total // 1000) + [total % 1000]
     check_same(sf.restore(file_url(folder), saved).state, saved)
-    assert sf.contents(file_url(folder)).bytes == total
+    assert sf.checkpoint.contents(file_url(folder)).bytes == total
 
 
 def test_the_loop_waits_only_for_the_copy(server, tmp_path):
@@ -171,7 +171,7 @@ def test_of_two_writers_of_a_step_exactly_one_wins(folder):
             with sf.Checkpoints(file_url(folder), keep=None) as series:
                 # Both have found that the step is new before either commits.
                 series.save(state(value), step=1, before_commit=both.wait)
-        except sf.CheckpointError as error:
+        except sf.errors.CheckpointError as error:
             ends[value] = str(error)
 
     threads = [threading.Thread(target=write, args=(value,)) for value in (1, 2)]
@@ -203,9 +203,9 @@ def test_a_flipped_bit_is_detected_or_immaterial(folder, count, monkeypatch):
             path.write_bytes(bad)
             try:
                 found = sf.restore(url, like(), fall_back=False)
-            except sf.CheckpointError:
+            except sf.errors.CheckpointError:
                 outcomes += 1
-                assert path.name == "stepfold.json" or any(sf.verify(url).values())
+                assert path.name == "stepfold.json" or any(sf.checkpoint.verify(url).values())
             else:
                 check_same(found.state, whole.state)
                 assert found[1:5] == whole[1:5]
@@ -223,7 +223,7 @@ def test_a_damaged_step_is_set_aside_by_a_marker_and_saved_again(url, server, tm
     else:
         (name,) = (n for n in server.objects(f"{tmp_path.name}/saves/2-") if n.endswith("0.000000"))
         server.write(name, server.read(name)[:-1] + b"?")
-    assert len(sf.verify(url)[2]) == 1
+    assert len(sf.checkpoint.verify(url)[2]) == 1
     with (
         sf.Checkpoints(url) as series,
         pytest.warns(RuntimeWarning, match=r"step 2 is damaged, kept as 2\.damaged, and an older"),
@@ -245,7 +245,9 @@ def test_a_step_that_goes_meanwhile_is_not_read(folder, monkeypatch):
     sf.save(url, state(1), step=1)
     monkeypatch.setattr(bucket.BucketStore, "steps", lambda store: [1, 2])
     assert sf.restore(url, like()).step == 1
-    with pytest.raises(sf.CheckpointError, match="got none: each was deleted before it was read"):
+    with pytest.raises(
+        sf.errors.CheckpointError, match="got none: each was deleted before it was read"
+    ):
         sf.restore(url, like(), step=2)
 
 
@@ -257,10 +259,13 @@ def test_a_commit_of_a_newer_version_is_not_read_and_not_removed(folder):
     commit = decode_checked(path.read_bytes(), "")
     path.write_bytes(encode_checked({"format": commit["format"] + 1, "folders": []}))
     make_old(folder)
-    with sf.Checkpoints(url) as series, pytest.raises(sf.CheckpointError, match="newer stepfold"):
+    with (
+        sf.Checkpoints(url) as series,
+        pytest.raises(sf.errors.CheckpointError, match="newer stepfold"),
+    ):
         series.restore(like())
     assert list(folder.glob("saves/2-*/0.json"))
-    with pytest.raises(sf.CheckpointError, match="pip install -U stepfold"):
+    with pytest.raises(sf.errors.CheckpointError, match="pip install -U stepfold"):
         sf.restore(url, like(), step=2)
 
 
@@ -283,8 +288,8 @@ def test_a_commit_of_other_content_is_damage(changed, folder):
         sf.save(url, state(step), step=step)
     path = folder / "2.commit"
     path.write_bytes(encode_checked(decode_checked(path.read_bytes(), "") | changed))
-    assert sf.latest_step(url) == 1
-    assert len(sf.verify(url)[2]) == 1
+    assert sf.checkpoint.latest_step(url) == 1
+    assert len(sf.checkpoint.verify(url)[2]) == 1
     with pytest.warns(RuntimeWarning, match="step 2 is damaged"):
         assert sf.restore(url, like()).step == 1
 
@@ -333,11 +338,11 @@ def test_a_manifest_of_other_content_is_damage(change, folder):
     commit = decode_checked((folder / "2.commit").read_bytes(), "")
     commit["manifests"] = [zlib.crc32(path.read_bytes())]
     (folder / "2.commit").write_bytes(encode_checked(commit))
-    assert sf.verify(url)[2]
+    assert sf.checkpoint.verify(url)[2]
     like = state(99)
     if change is with_a_huge_leaf_and_its_shard:
         like["w"] = jax.ShapeDtypeStruct((1 << 40, 8), jnp.float32)
-        with pytest.raises(sf.CheckpointError):
+        with pytest.raises(sf.errors.CheckpointError):
             sf.restore(url, like, step=2)
         return
     with pytest.warns(RuntimeWarning, match="step 2 is damaged"):
@@ -348,7 +353,7 @@ def test_a_renamed_commit_is_a_copy(folder):
     url = file_url(folder)
     sf.save(url, state(1), step=1)
     os.rename(folder / "1.commit", folder / "7.commit")
-    with pytest.raises(sf.CheckpointError, match="step 7, got a copy of that of step 1"):
+    with pytest.raises(sf.errors.CheckpointError, match="step 7, got a copy of that of step 1"):
         sf.restore(url, like())
 
 
@@ -392,7 +397,7 @@ def test_what_others_put_there_is_left_alone(folder):
         (folder / name).write_text("")
     with sf.Checkpoints(url, keep=1) as series:
         series.save(state(2), step=2)
-    assert sf.verify(url) == {2: []}
+    assert sf.checkpoint.verify(url) == {2: []}
     assert all((folder / name).exists() for name in others)
 
 
@@ -406,7 +411,7 @@ def test_refused_writes_name_the_object_and_no_secret(server, tmp_path):
     with s3.Proxy(server, refuse) as proxy:
         url = proxy.url(tmp_path.name)
         for refused in ("stepfold.json", "0.000000", "0.json", "1.commit"):
-            with pytest.raises(sf.CheckpointError) as caught:
+            with pytest.raises(sf.errors.CheckpointError) as caught:
                 sf.save(url, state(1), step=1)
             assert re.match(
                 rf"s3://{s3.BUCKET}/{tmp_path.name}/.*{refused}: cannot be written: .*; check the "
@@ -415,14 +420,16 @@ def test_refused_writes_name_the_object_and_no_secret(server, tmp_path):
             )
             for secret in s3.CREDENTIALS.values():
                 assert secret not in str(caught.value)
-            assert sf.latest_step(url) is None
+            assert sf.checkpoint.latest_step(url) is None
         # A commit that may still arrive keeps its folder; of the other saves nothing is left.
         assert [name.partition("-")[0] for name in open_store(url).other_names()] == ["saves/1"]
 
 
 def test_a_missing_bucket_is_an_error_before_step_1(server):
     url = server.url("run").replace(s3.BUCKET, "another-bucket")
-    with pytest.raises(sf.CheckpointError, match=r"s3://another-bucket/run/.*cannot be written"):
+    with pytest.raises(
+        sf.errors.CheckpointError, match=r"s3://another-bucket/run/.*cannot be written"
+    ):
         sf.Checkpoints(url).open()
 
 
@@ -460,7 +467,7 @@ def test_a_server_that_fails_is_an_error_within_bounds(fault, server, tmp_path, 
         url = proxy.url(tmp_path.name)
         begun = time.monotonic()
         words = {"error": "All 2 retry attempts failed", "hang": "did not answer in 1 s"}[fault]
-        with pytest.raises(sf.CheckpointError, match=words):
+        with pytest.raises(sf.errors.CheckpointError, match=words):
             sf.save(url, state(1), step=1)
         assert time.monotonic() - begun < 6
         release.set()
@@ -478,16 +485,16 @@ def test_lists_that_are_out_of_date_cost_no_step(server, tmp_path):
         is_stale = True
         # Step 3 is not listed yet.
         sf.save(url, state(3), step=3)
-        assert sf.latest_step(url) == 2
+        assert sf.checkpoint.latest_step(url) == 2
         check_same(sf.restore(url, like(), step=1).state, state(1))
-        with pytest.raises(sf.CheckpointError, match="got 3, which is there already"):
+        with pytest.raises(sf.errors.CheckpointError, match="got 3, which is there already"):
             sf.save(url, state(4), step=3)
         # Step 2 is still listed.
         store.delete(2)
         store.delete(2)
         assert store.steps() == [1, 2]
-        assert sf.latest_step(url) == 1
-        assert sf.verify(url) == {1: []}
+        assert sf.checkpoint.latest_step(url) == 1
+        assert sf.checkpoint.verify(url) == {1: []}
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             restored = sf.restore(url, like())
@@ -513,20 +520,22 @@ def test_lists_that_are_out_of_date_cost_no_step(server, tmp_path):
     ],
 )
 def test_a_url_that_is_none_is_refused(url, words):
-    with pytest.raises(sf.ConfigError, match=r"directory: expected a URL such as ") as caught:
-        sf.latest_step(url)
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"directory: expected a URL such as "
+    ) as caught:
+        sf.checkpoint.latest_step(url)
     assert words in str(caught.value)
 
 
 def test_a_url_with_a_secret_is_refused_without_it():
-    with pytest.raises(sf.ConfigError, match="expected a URL without a secret") as caught:
-        sf.latest_step("s3://name:password@bucket/run")
+    with pytest.raises(sf.errors.ConfigError, match="expected a URL without a secret") as caught:
+        sf.checkpoint.latest_step("s3://name:password@bucket/run")
     assert "password@" not in str(caught.value)
 
 
 def test_a_path_that_was_a_url_is_refused():
-    with pytest.raises(sf.ConfigError, match="as a str such as 's3://bucket/run'"):
-        sf.latest_step(Path("s3://bucket/run"))
+    with pytest.raises(sf.errors.ConfigError, match="as a str such as 's3://bucket/run'"):
+        sf.checkpoint.latest_step(Path("s3://bucket/run"))
 
 
 def test_buckets_of_google_are_opened_with_their_driver():

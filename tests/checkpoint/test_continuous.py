@@ -96,6 +96,8 @@ def test_a_series_saves_by_itself(tmp_path):
 
 
 def test_other_words_are_refused():
-    with pytest.raises(sf.ConfigError, match="every: expected a number of steps, or 'continuous'"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="every: expected a number of steps, or 'continuous'"
+    ):
         sf.Temporary("a", every="always")
     assert sf.Temporary("a", every="continuous").every == "continuous"

@@ -49,11 +49,14 @@ READERS = {
     "restore the best": lambda url: sf.restore(url, LIKE, step="best", best="loss"),
     "restore by a policy": lambda url: sf.Checkpoints(url).restore(LIKE),
     "list": lambda url: sf.Checkpoints(url).steps(),
-    "find the newest": lambda url: (sf.latest_step(url), sf.Checkpoints(url).latest_step()),
+    "find the newest": lambda url: (
+        sf.checkpoint.latest_step(url),
+        sf.Checkpoints(url).latest_step(),
+    ),
     "find the best": lambda url: sf.Checkpoints(url, best="loss").best_step(),
-    "contents": sf.contents,
-    "verify": sf.verify,
-    "average": lambda url: sf.average_checkpoints(url, [1, 3], part=""),
+    "contents": sf.checkpoint.contents,
+    "verify": sf.checkpoint.verify,
+    "average": lambda url: sf.checkpoint.average_checkpoints(url, [1, 3], part=""),
     "ls": lambda url: main(["ls", url]),
     "show": lambda url: main(["show", url]),
     "diff": lambda url: main(["diff", url, "1", "3"]),
@@ -115,9 +118,9 @@ def test_a_save_renames_a_damaged_step_of_its_number(series):
 
 def test_clean_renames_damaged_steps(series):
     assert sf.Checkpoints(series).clean() == ["3.damaged"]
-    assert sf.verify(series) == {1: [], 2: []}
+    assert sf.checkpoint.verify(series) == {1: [], 2: []}
     assert sf.Checkpoints(series).clean() == []
-    with pytest.raises(sf.ConfigError, match="directory: expected a path, got None"):
+    with pytest.raises(sf.errors.ConfigError, match="directory: expected a path, got None"):
         sf.Checkpoints().clean()
 
 

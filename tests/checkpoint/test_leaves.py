@@ -44,7 +44,7 @@ def test_what_cannot_be_stored_is_refused_with_its_path(state, words, tmp_path):
         arrays_of(state)
     with pytest.raises(ConfigError, match=words):
         sf.save(tmp_path, state, step=1)
-    assert sf.verify(tmp_path) == {}
+    assert sf.checkpoint.verify(tmp_path) == {}
 
 
 ZEROS = np.zeros((8, 4), np.float32)

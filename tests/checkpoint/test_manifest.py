@@ -62,7 +62,7 @@ def test_a_copy_under_another_number_is_not_that_step(step):
     for read in (read_metadata, read_manifest):
         with pytest.raises(ForeignError, match="20: expected the checkpoint of step 20, got a cop"):
             read(step.with_name("20"))
-    assert sf.latest_step(step.parent) == 7
+    assert sf.checkpoint.latest_step(step.parent) == 7
     assert sf.restore(step.parent, STATE).step == 7
     assert (step.parent / "20").is_dir()
 

@@ -13,7 +13,7 @@ from tests.small import full_but
 import stepfold as sf
 from stepfold.checkpoint import safetensors as safetensors_module
 
-Rule = sf.NameRule
+Rule = sf.checkpoint.NameRule
 
 
 def numbers(*shape, start=0):
@@ -68,13 +68,13 @@ CASES = {
         },
     ),
     "the first rule": ([("a", "x"), ("{a}", "y.{a}")], {"a": W, "b": Q}, {"x": W, "y.b": Q}),
-    "tied": (sf.NameMap([("w", "a")], tied={"b": "a"}), {"w": W}, {"a": W, "b": W}),
+    "tied": (sf.checkpoint.NameMap([("w", "a")], tied={"b": "a"}), {"w": W}, {"a": W, "b": W}),
     "no elements": ([("w", "h.{i}.w")], {"w": W[:, :0]}, {f"h.{i}.w": W[i, :0] for i in range(3)}),
 }
 
 
 def as_map(rules):
-    return rules if isinstance(rules, sf.NameMap) else sf.NameMap(rules)
+    return rules if isinstance(rules, sf.checkpoint.NameMap) else sf.checkpoint.NameMap(rules)
 
 
 def same(got, wanted):
@@ -89,11 +89,14 @@ def same(got, wanted):
 def test_files_are_those_of_the_other_library(tmp_path, name, kind):
     rules, params, theirs = CASES[name]
     params = jax.tree.map(kind, params)
-    sf.export_params(tmp_path / "mine.safetensors", params, names=as_map(rules))
+    sf.checkpoint.export_params(tmp_path / "mine.safetensors", params, names=as_map(rules))
     same(load_file(tmp_path / "mine.safetensors"), theirs)
     contiguous = {name: np.asarray(array, order="C") for name, array in theirs.items()}
     save_file(contiguous, tmp_path / "theirs.safetensors")
-    same(sf.load_params(tmp_path / "theirs.safetensors", params, names=as_map(rules)), params)
+    same(
+        sf.checkpoint.load_params(tmp_path / "theirs.safetensors", params, names=as_map(rules)),
+        params,
+    )
 
 
 # Shardings
@@ -116,7 +119,7 @@ def test_a_sharded_leaf_is_read_in_its_parts_and_written_whole(
     rules, params, _ = CASES[name]
     params = jax.tree.map(lambda leaf: np.repeat(leaf, 2, axis=0), params)  # 6 layers
     stacked = name != "stacked twice"
-    sf.export_params(tmp_path, params, names=sf.NameMap(rules))
+    sf.checkpoint.export_params(tmp_path, params, names=sf.checkpoint.NameMap(rules))
     plan = sf.make_sharding(params, mesh, [(".", spec)], misfit="error")
     like = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
@@ -126,11 +129,11 @@ def test_a_sharded_leaf_is_read_in_its_parts_and_written_whole(
     read, original = [], safetensors_module.converted
     spy = lambda *arguments: (read.append(arguments[-1].size), original(*arguments))[1]
     monkeypatch.setattr(safetensors_module, "converted", spy)
-    loaded = sf.load_params(tmp_path, like, names=sf.NameMap(rules))
+    loaded = sf.checkpoint.load_params(tmp_path, like, names=sf.checkpoint.NameMap(rules))
     same(loaded, params)
     assert jax.tree.all(jax.tree.map(lambda leaf, place: leaf.sharding == place, loaded, plan))
     assert sum(read) == sum(leaf.size for leaf in jax.tree.leaves(params))
-    sf.export_params(tmp_path / "again", loaded, names=sf.NameMap(rules))
+    sf.checkpoint.export_params(tmp_path / "again", loaded, names=sf.checkpoint.NameMap(rules))
     same(load_file(tmp_path / "again/model.safetensors"), load_file(tmp_path / "model.safetensors"))
     assert len(load_file(tmp_path / "model.safetensors")) == (6 if stacked else 16)
 
@@ -140,9 +143,9 @@ def test_leaves_on_explicit_axes_are_written_and_read(tmp_path, spec):
     explicit = (jax.sharding.AxisType.Explicit,) * 2
     mesh = jax.make_mesh((2, 4), ("dp", "fsdp"), axis_types=explicit)
     params = {"w": jax.device_put(np.repeat(W, 2, axis=0), NamedSharding(mesh, spec))}
-    names = sf.NameMap([Rule("w", "h.{i}.w", transpose=(1, 0))])
-    sf.export_params(tmp_path, params, names=names)
-    loaded = sf.load_params(tmp_path, params, names=names)
+    names = sf.checkpoint.NameMap([Rule("w", "h.{i}.w", transpose=(1, 0))])
+    sf.checkpoint.export_params(tmp_path, params, names=names)
+    loaded = sf.checkpoint.load_params(tmp_path, params, names=names)
     same(loaded, params)
     assert loaded["w"].sharding == params["w"].sharding
 
@@ -197,52 +200,61 @@ def reference(rule, params, layers):
 @given(layouts())
 def test_any_rule_is_the_reference_and_its_inverse(tmp_path_factory, layout):
     rule, params, layers = layout
-    folder, names = tmp_path_factory.mktemp("law"), sf.NameMap([rule])
-    sf.export_params(folder, params, names=names)
+    folder, names = tmp_path_factory.mktemp("law"), sf.checkpoint.NameMap([rule])
+    sf.checkpoint.export_params(folder, params, names=names)
     same(load_file(folder / "model.safetensors"), reference(rule, params, layers))
-    same(sf.load_params(folder, params, names=names), params)
+    same(sf.checkpoint.load_params(folder, params, names=names), params)
 
 
 # Files of others
 
 
 def test_ignored_names_are_neither_read_nor_written(tmp_path):
-    names = sf.NameMap([("w", "h.{i}.w")], ignore=["h.{i}.mask", "vision", "head.b"])
+    names = sf.checkpoint.NameMap([("w", "h.{i}.w")], ignore=["h.{i}.mask", "vision", "head.b"])
     more = {"h.0.mask": W, "h.11.mask": W, "vision.w": W, "vision": W, "head.b": W}
     save_file({f"h.{i}.w": W[i].copy() for i in range(3)} | more, tmp_path / "m.safetensors")
-    same(sf.load_params(tmp_path / "m.safetensors", {"w": W}, names=names), {"w": W})
+    same(sf.checkpoint.load_params(tmp_path / "m.safetensors", {"w": W}, names=names), {"w": W})
     for name in ("h.0.masked", "visions", "head.bias", "h.0.1.mask", "x.h.0.mask"):
         save_file(
             {f"h.{i}.w": W[i].copy() for i in range(3)} | {name: W}, tmp_path / "m.safetensors"
         )
-        with pytest.raises(sf.TreeMismatchError, match=rf"{name} +float32\[3,4,6\] +nothing"):
-            sf.load_params(tmp_path / "m.safetensors", {"w": W}, names=names)
+        with pytest.raises(
+            sf.errors.TreeMismatchError, match=rf"{name} +float32\[3,4,6\] +nothing"
+        ):
+            sf.checkpoint.load_params(tmp_path / "m.safetensors", {"w": W}, names=names)
     save_file({f"h.{i}.w": W[i].copy() for i in range(3)}, tmp_path / "m.safetensors")
-    ignores_all = sf.NameMap([("w", "h.{i}.w")], ignore=["h"])  # but not what a leaf needs
-    same(sf.load_params(tmp_path / "m.safetensors", {"w": W}, names=ignores_all), {"w": W})
+    ignores_all = sf.checkpoint.NameMap(
+        [("w", "h.{i}.w")], ignore=["h"]
+    )  # but not what a leaf needs
+    same(
+        sf.checkpoint.load_params(tmp_path / "m.safetensors", {"w": W}, names=ignores_all), {"w": W}
+    )
 
 
 def test_tied_copies_may_be_missing_but_have_to_be_equal(tmp_path):
-    names, file = sf.NameMap([("w", "embed")], tied={"head": "embed"}), tmp_path / "m.safetensors"
+    names, file = (
+        sf.checkpoint.NameMap([("w", "embed")], tied={"head": "embed"}),
+        tmp_path / "m.safetensors",
+    )
     nan = np.where(W == 3, np.nan, W).astype(np.float32)
     for copies in ({}, {"head": nan}):
         save_file({"embed": nan} | copies, file)
-        same(sf.load_params(file, {"w": W}, names=names), {"w": nan})
+        same(sf.checkpoint.load_params(file, {"w": W}, names=names), {"w": nan})
     for other in (W, nan[:2], nan.astype(np.float64)):
         save_file({"embed": nan, "head": np.ascontiguousarray(other)}, file)
         with pytest.raises(
-            sf.TreeMismatchError, match=r"w \(head\): expected a copy of embed, .* got other"
+            sf.errors.TreeMismatchError, match=r"w \(head\): expected a copy of embed, .* got other"
         ):
-            sf.load_params(file, {"w": W}, names=names)
+            sf.checkpoint.load_params(file, {"w": W}, names=names)
 
 
 def test_every_difference_is_listed_with_its_leaf_and_its_name(tmp_path):
-    names = sf.NameMap([Rule("up", "h.{i}.up", transpose=(1, 0)), ("b", "h.{i}.b")])
+    names = sf.checkpoint.NameMap([Rule("up", "h.{i}.up", transpose=(1, 0)), ("b", "h.{i}.b")])
     file = tmp_path / "m.safetensors"
     arrays = {f"h.{i}.up": W[i].copy() for i in (0, 1)} | {"h.0.b": W[0, 0], "h.1.b": W[0, 0]}
     save_file(arrays | {"h.3.b": W[0, 0], "other": W}, file)
-    with pytest.raises(sf.TreeMismatchError) as raised:
-        sf.load_params(file, {"up": W, "b": W[:, 0]}, names=names)
+    with pytest.raises(sf.errors.TreeMismatchError) as raised:
+        sf.checkpoint.load_params(file, {"up": W, "b": W[:, 0]}, names=names)
     first, _, _, *rows = str(raised.value).splitlines()
     assert first == (
         f"{file}: expected the tree that was saved, got one that differs at 6 paths; correct the "
@@ -286,24 +298,28 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_wrong_rules_are_refused_when_they_are_built(name):
     rules, words = RULES[name]
-    with pytest.raises(sf.ConfigError, match=words):
-        sf.NameMap(rules)
+    with pytest.raises(sf.errors.ConfigError, match=words):
+        sf.checkpoint.NameMap(rules)
 
 
 @pytest.mark.parametrize("name", Rule._fields)
 def test_any_wrong_value_of_a_rule_is_refused(name):
     for wrong in (0.5, b"a", {}, {1}, [1, 0], [None], ([],), (None,), (0.5,), object(), len):
-        with pytest.raises(sf.ConfigError, match=r"rules\[0\]"):
-            sf.NameMap([Rule("a", ("b", "c"), axis=1)._replace(**{name: wrong})])
+        with pytest.raises(sf.errors.ConfigError, match=r"rules\[0\]"):
+            sf.checkpoint.NameMap([Rule("a", ("b", "c"), axis=1)._replace(**{name: wrong})])
 
 
 def test_wrong_options_are_refused_when_they_are_built():
     for options in ({"ignore": "a"}, {"tied": ["a"]}):
-        with pytest.raises(sf.ConfigError, match=f"NameMap: {next(iter(options))}: expected a"):
-            sf.NameMap([], **options)
+        with pytest.raises(
+            sf.errors.ConfigError, match=f"NameMap: {next(iter(options))}: expected a"
+        ):
+            sf.checkpoint.NameMap([], **options)
     for options in ({"ignore": ["{"]}, {"tied": {"a": 3}}, {"tied": {"}": "a"}}):
-        with pytest.raises(sf.ConfigError, match="ignore, tied: expected a path or a name, with"):
-            sf.NameMap([], **options)
+        with pytest.raises(
+            sf.errors.ConfigError, match="ignore, tied: expected a path or a name, with"
+        ):
+            sf.checkpoint.NameMap([], **options)
 
 
 JOINED = [Rule(("a", "b"), "{i}.x", axis=1)]
@@ -355,12 +371,12 @@ TREES = {
         "a: expected a size that divides by 3 along axis 1 of x, got 4; correct the sizes",
     ),
     "tied to nothing": (
-        sf.NameMap([("a", "wte")], tied={"head": "wtf"}),
+        sf.checkpoint.NameMap([("a", "wte")], tied={"head": "wtf"}),
         {"a": W},
         "tied: expected a name without a leaf .* got 'head' for 'wtf'; did you mean 'wte'",
     ),
     "tied to a leaf": (
-        sf.NameMap([("a", "x"), ("b", "y")], tied={"x": "y"}),
+        sf.checkpoint.NameMap([("a", "x"), ("b", "y")], tied={"x": "y"}),
         {"a": W, "b": W},
         "tied: expected .* got 'x' for 'y'",
     ),
@@ -371,8 +387,8 @@ TREES = {
 @pytest.mark.parametrize("name", TREES)
 def test_trees_that_do_not_fit_are_refused(tmp_path, name):
     rules, params, words = TREES[name]
-    with pytest.raises(sf.ConfigError, match=words):
-        sf.export_params(tmp_path, params, names=as_map(rules))
-    with pytest.raises(sf.ConfigError, match=words.replace("params:", "like:")):
-        sf.load_params(tmp_path, params, names=as_map(rules))
+    with pytest.raises(sf.errors.ConfigError, match=words):
+        sf.checkpoint.export_params(tmp_path, params, names=as_map(rules))
+    with pytest.raises(sf.errors.ConfigError, match=words.replace("params:", "like:")):
+        sf.checkpoint.load_params(tmp_path, params, names=as_map(rules))
     assert not list(tmp_path.iterdir())

@@ -61,7 +61,7 @@ def test_parts_renames_and_casts_are_those_of_other_checkpoints(folder):
     assert restored.loaded["model/layers/1/w"] == "params/layers/1/w"
     assert restored.state["new"] == 1
     np.testing.assert_array_equal(restored.state["model"]["layers"][1]["w"], -np.ones((4, 2)))
-    with pytest.raises(sf.TreeMismatchError, match="new *nothing *int64"):
+    with pytest.raises(sf.errors.TreeMismatchError, match="new *nothing *int64"):
         sf.restore(folder, like, parts=("new",))
 
 
@@ -69,7 +69,7 @@ def test_parts_renames_and_casts_are_those_of_other_checkpoints(folder):
 def test_onto_a_mesh(folder):
     mesh = sf.make_mesh((1, 4, 1, 1), devices=jax.devices()[:4])
     abstract = jax.eval_shape(lambda: {"params": PARAMS})
-    plan = sf.make_sharding(abstract, mesh, sf.fsdp(min_size=1))
+    plan = sf.make_sharding(abstract, mesh, sf.sharding.fsdp(min_size=1))
     like = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         abstract, plan,
@@ -106,13 +106,15 @@ def test_an_older_step_replaces_one_that_orbax_cannot_read(folder, tmp_path):
     with pytest.warns(RuntimeWarning, match="step 7 is damaged, and an older one is taken"):
         restored = sf.restore(copy, adam_state())
     assert restored.step == 1
-    with pytest.raises(sf.CheckpointError, match="7/default: orbax cannot read it"):
+    with pytest.raises(sf.errors.CheckpointError, match="7/default: orbax cannot read it"):
         sf.restore(copy, adam_state(), step=7)
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     (tmp_path / "4").mkdir()
-    with pytest.raises(sf.CheckpointError, match="expected a checkpoint that stepfold saved"):
+    with pytest.raises(
+        sf.errors.CheckpointError, match="expected a checkpoint that stepfold saved"
+    ):
         sf.restore(tmp_path, PARAMS)
 
 

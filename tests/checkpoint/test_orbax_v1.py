@@ -87,7 +87,7 @@ def test_a_series_is_opened(folder):
         found = series.load(4, abstract(new_state(), sharding))
         assert series.metadata(8).metadata.keys() == abstract(new_state()).keys()
     check_equal(found, new_state()._replace(step=jnp.asarray(4, jnp.int32)))
-    assert sf.verify(folder) == {4: [], 8: []}
+    assert sf.checkpoint.verify(folder) == {4: [], 8: []}
 
 
 def test_a_step_names_a_handler_that_orbax_knows(folder):

@@ -63,7 +63,11 @@ def series(saved_series, tmp_path):
 @pytest.mark.parametrize("sharded", full_but([True], [False, True]))
 def test_a_step_goes_on_without_compiling_again(tmp_path, compiles, sharded):
     mesh = sf.make_mesh() if sharded else None
-    plan = sf.make_sharding(jax.eval_shape(make), mesh, sf.fsdp(min_size=1)) if sharded else None
+    plan = (
+        sf.make_sharding(jax.eval_shape(make), mesh, sf.sharding.fsdp(min_size=1))
+        if sharded
+        else None
+    )
     batch = np.ones((8, 16), np.float32)
     batch = sf.shard_batch(batch, mesh) if sharded else batch
     step = jax.jit(sf.make_train_step(loss, TX), out_shardings=(plan, None) if sharded else None)
@@ -218,7 +222,7 @@ def test_a_place_that_does_not_fit_is_told_with_its_path(tmp_path):
     sf.save(tmp_path, {"a": {"w": jnp.ones(6)}}, step=1)
     place = NamedSharding(sf.make_mesh(), P("fsdp"))
     like = {"a": {"w": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=place)}}
-    with pytest.raises(sf.ShardingError, match="a/w: "):
+    with pytest.raises(sf.errors.ShardingError, match="a/w: "):
         sf.restore(tmp_path, like)
 
 

@@ -83,7 +83,9 @@ def test_a_result_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.link", full)
-    with pytest.raises(sf.CheckpointError, match="cannot be written: No space left on device"):
+    with pytest.raises(
+        sf.errors.CheckpointError, match="cannot be written: No space left on device"
+    ):
         add_result(open_store(tmp_path), Result("eval", 1, "0" * 16), {})
 
 

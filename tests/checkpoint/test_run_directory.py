@@ -37,13 +37,13 @@ def test_restoring_from_the_run_directory_restores_its_checkpoint(run, end):
 
 
 def test_inspecting_the_run_directory_inspects_its_checkpoints(run):
-    assert sf.latest_step(run[1]) == 2
-    assert sf.verify(run[1]) == {1: [], 2: []}
-    assert sf.contents(run[1]).step == 2
+    assert sf.checkpoint.latest_step(run[1]) == 2
+    assert sf.checkpoint.verify(run[1]) == {1: [], 2: []}
+    assert sf.checkpoint.contents(run[1]).step == 2
 
 
 def test_averaging_steps_of_the_run_directory(run):
-    average = sf.average_checkpoints(run[1], [1, 2], STATE["params"])
+    average = sf.checkpoint.average_checkpoints(run[1], [1, 2], STATE["params"])
     assert np.array_equal(average["w"], np.full(4, 1.5))
 
 
@@ -58,8 +58,8 @@ def test_the_command_takes_the_run_directory(run, arguments, capsys):
 
 def test_a_directory_with_steps_is_no_run_directory(run):
     sf.save(run[1], STATE, step=7)
-    assert (sf.latest_step(run[1]), sf.restore(run[1], STATE).step) == (7, 7)
-    assert list(sf.verify(run[1])) == [7]
+    assert (sf.checkpoint.latest_step(run[1]), sf.restore(run[1], STATE).step) == (7, 7)
+    assert list(sf.checkpoint.verify(run[1])) == [7]
 
 
 def test_a_damaged_step_of_the_run_directory_is_skipped(run):
@@ -74,11 +74,11 @@ def test_a_run_without_checkpoints_says_so(run):
     run[0].joinpath("metrics.jsonl").touch()
     with pytest.raises(CheckpointError, match=r"run: expected a checkpoint to restore, got none; "):
         sf.restore(run[1], STATE)
-    assert sf.latest_step(run[1]) is None
-    assert sf.verify(run[1]) == {}
+    assert sf.checkpoint.latest_step(run[1]) is None
+    assert sf.checkpoint.verify(run[1]) == {}
     if "://" not in run[1]:
         run[0].joinpath("checkpoints").touch()  # a file is no series
-        assert sf.latest_step(run[1]) is None
+        assert sf.checkpoint.latest_step(run[1]) is None
 
 
 def test_a_url_keeps_its_query():
@@ -92,13 +92,13 @@ def test_a_path_and_its_url_are_one_series(tmp_path, layout):
     first, second = names if layout == "directory" else names[::-1]
     sf.save(first, STATE, step=1)
     for name in names:
-        assert sf.latest_step(name) == 1
+        assert sf.checkpoint.latest_step(name) == 1
         assert sf.restore(name, STATE).step == 1
     sf.save(second, STATE, step=2)
     with sf.Checkpoints(second, keep=2) as series:
         series.save(STATE, step=3)
     for name in names:
-        assert sf.verify(name) == {2: [], 3: []}
+        assert sf.checkpoint.verify(name) == {2: [], 3: []}
     with pytest.raises(CheckpointError, match="expected a new step, got 3, which is there already"):
         sf.save(second, STATE, step=3)
     is_bucket = (tmp_path / "a b/3.commit").exists()

@@ -74,21 +74,21 @@ def mesh():
 
 def test_names_and_metadata_are_as_torch_has_them(tmp_path):
     file = tmp_path / "m.safetensors"
-    sf.export_params(file, params(), metadata={"step": "3"})
+    sf.checkpoint.export_params(file, params(), metadata={"step": "3"})
     with safetensors.safe_open(file, framework="numpy") as opened:
         assert set(opened.keys()) == {
             *("layers.0.kernel", "layers.0.bias", "layers.1.kernel", "layers.1.bias", "empty"),
         }
         assert opened.metadata() == {"format": "pt", "step": "3"}
         assert opened.get_tensor("layers.0.kernel").tolist() == [[0, 1, 2], [3, 4, 5]]
-    sf.export_params(file, params(), metadata={"format": "flax"})
+    sf.checkpoint.export_params(file, params(), metadata={"format": "flax"})
     with safetensors.safe_open(file, framework="numpy") as opened:
         assert opened.metadata() == {"format": "flax"}
 
 
 def test_files_have_at_most_shard_size_and_keep_the_order_of_the_tree(tmp_path):
     tree = {f"{i:02d}": jnp.ones(size, jnp.int8) for i, size in enumerate([5, 5, 6, 30, 1, 9, 0])}
-    sf.export_params(tmp_path, tree, shard_size=10)
+    sf.checkpoint.export_params(tmp_path, tree, shard_size=10)
     held = [
         sorted(safetensors.numpy.load_file(file)) for file in sorted(tmp_path.glob("*.safetensors"))
     ]
@@ -97,10 +97,10 @@ def test_files_have_at_most_shard_size_and_keep_the_order_of_the_tree(tmp_path):
 
 def test_names_rename_both_ways(tmp_path):
     names = lambda path: path.replace("/", ".").replace("kernel", "weight")
-    sf.export_params(tmp_path, params(), names=names)
+    sf.checkpoint.export_params(tmp_path, params(), names=names)
     with safetensors.safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
         assert "layers.1.weight" in file.keys()  # noqa: SIM118  it is no dict
-    same(sf.load_params(tmp_path, params(), names=names), params())
+    same(sf.checkpoint.load_params(tmp_path, params(), names=names), params())
 
 
 @pytest.mark.torch
@@ -112,7 +112,7 @@ def test_torch_loads_it_into_a_layer_of_its_own(tmp_path):
     layer = {"kernel": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32), "bias": jnp.ones(2)}
     as_torch = layer | {"kernel": layer["kernel"].T}
     names = lambda path: path.replace("kernel", "weight")
-    sf.export_params(tmp_path / "linear.safetensors", as_torch, names=names)
+    sf.checkpoint.export_params(tmp_path / "linear.safetensors", as_torch, names=names)
     linear = torch.nn.Linear(3, 2)
     linear.load_state_dict(load_file(tmp_path / "linear.safetensors"))
     x = rng.normal(size=(4, 3)).astype(np.float32)
@@ -165,13 +165,15 @@ def test_any_tree_round_trips_and_the_package_reads_the_same(tmp_path_factory, t
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         paths[jax.tree_util.keystr(path, simple=True, separator=".")] = leaf
     if len(paths) != len(jax.tree.leaves(tree)) or not paths:
-        with pytest.raises(sf.ConfigError, match="would both be called|expected arrays, got none"):
-            sf.export_params("nowhere", tree, shard_size=shard_size)
+        with pytest.raises(
+            sf.errors.ConfigError, match="would both be called|expected arrays, got none"
+        ):
+            sf.checkpoint.export_params("nowhere", tree, shard_size=shard_size)
         return
     folder = tmp_path_factory.mktemp("law")
-    sf.export_params(folder, tree, shard_size=shard_size)
+    sf.checkpoint.export_params(folder, tree, shard_size=shard_size)
     native = jax.tree.map(lambda leaf: leaf.astype(leaf.dtype.newbyteorder("=")), tree)
-    same(sf.load_params(folder, native), native)
+    same(sf.checkpoint.load_params(folder, native), native)
     for file in folder.glob("*.safetensors"):
         with safetensors.safe_open(file, framework="numpy") as opened:
             for name in opened.keys():  # noqa: SIM118  it is no dict
@@ -186,15 +188,15 @@ def test_any_tree_round_trips_and_the_package_reads_the_same(tmp_path_factory, t
 
 
 def test_without_a_sharding_arrays_may_move_as_jax_likes(tmp_path):
-    sf.export_params(tmp_path, params())
-    back = sf.load_params(tmp_path, jax.tree.map(np.asarray, params()))
+    sf.checkpoint.export_params(tmp_path, params())
+    back = sf.checkpoint.load_params(tmp_path, jax.tree.map(np.asarray, params()))
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(back))
     for like in (params(), abstract(params())):
-        back = jax.tree.leaves(sf.load_params(tmp_path, like))
+        back = jax.tree.leaves(sf.checkpoint.load_params(tmp_path, like))
         assert not any(leaf.committed for leaf in back)
         assert {leaf.sharding for leaf in back} == {SingleDeviceSharding(jax.devices()[0])}
     one = jax.device_put(params(), jax.devices()[3])
-    back = jax.tree.leaves(sf.load_params(tmp_path, one))
+    back = jax.tree.leaves(sf.checkpoint.load_params(tmp_path, one))
     assert {leaf.devices().pop() for leaf in back} == {jax.devices()[3]}
 
 
@@ -206,7 +208,7 @@ def test_nothing_is_shared_with_the_file(tmp_path, mesh, spec):
     entry = b'{"w":{"dtype":"F32","shape":[64,64],"data_offsets":[0,16384]}}'.ljust(120)
     ones = np.ones((64, 64), np.float32).tobytes()
     (tmp_path / "model.safetensors").write_bytes((120).to_bytes(8, "little") + entry + ones)
-    back = sf.load_params(tmp_path, like)
+    back = sf.checkpoint.load_params(tmp_path, like)
     size = (tmp_path / "model.safetensors").stat().st_size
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.write(b"\xff" * size)
@@ -226,9 +228,9 @@ def test_the_host_holds_one_shard_at_a_time(tmp_path):
         place = jax.sharding.NamedSharding(sf.make_mesh(), jax.sharding.PartitionSpec("fsdp"))
         make = jax.jit(lambda i: jnp.full((8, 1 << 18), i, jnp.float32), out_shardings=place)
         tree = jax.block_until_ready({f"{i}": make(float(i)) for i in range(16)})
-        sf.export_params(sys.argv[1], {"first": make(0.0)})
+        sf.checkpoint.export_params(sys.argv[1], {"first": make(0.0)})
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        sf.export_params(sys.argv[1], tree, shard_size=1 << 24)
+        sf.checkpoint.export_params(sys.argv[1], tree, shard_size=1 << 24)
         print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
@@ -257,36 +259,38 @@ def test_the_host_holds_one_shard_at_a_time(tmp_path):
     ],
 )  # fmt: skip
 def test_what_cannot_be_exported_is_refused(tmp_path, tree, options, words):
-    with pytest.raises(sf.ConfigError, match=re.escape(words)):
-        sf.export_params(tmp_path / "new", tree, **options)
+    with pytest.raises(sf.errors.ConfigError, match=re.escape(words)):
+        sf.checkpoint.export_params(tmp_path / "new", tree, **options)
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("path", ["", "a\0b", 3, None])
 def test_what_is_not_a_path_is_refused(path):
     words = re.escape(f"path: expected a path, got {path!r}")
-    with pytest.raises(sf.ConfigError, match=words):
-        sf.load_params(path, {"a": np.ones(2)})
+    with pytest.raises(sf.errors.ConfigError, match=words):
+        sf.checkpoint.load_params(path, {"a": np.ones(2)})
 
 
 def test_export_is_no_part_of_a_jitted_function(tmp_path):
-    with pytest.raises(sf.ConfigError, match="a: expected an array, got a tracer; export outside"):
-        jax.jit(lambda a: sf.export_params(tmp_path, {"a": a}))(jnp.ones(2))
+    with pytest.raises(
+        sf.errors.ConfigError, match="a: expected an array, got a tracer; export outside"
+    ):
+        jax.jit(lambda a: sf.checkpoint.export_params(tmp_path, {"a": a}))(jnp.ones(2))
 
 
 # What the disk refuses
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path):
-    sf.export_params(tmp_path, {"a": jnp.ones(3)})
+    sf.checkpoint.export_params(tmp_path, {"a": jnp.ones(3)})
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, limits[1]))
     try:
         with pytest.raises(
-            sf.CheckpointError, match="model.safetensors cannot be written: File to"
+            sf.errors.CheckpointError, match="model.safetensors cannot be written: File to"
         ):
-            sf.export_params(
+            sf.checkpoint.export_params(
                 tmp_path, {"a": np.ones(100), "last": np.ones(2_000)}, shard_size=3_000
             )
     finally:
@@ -304,9 +308,9 @@ def test_it_is_said_what_to_do(tmp_path, monkeypatch, code, advice):
 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(
-        sf.CheckpointError, match=f"cannot be written: {os.strerror(code)}; {advice}"
+        sf.errors.CheckpointError, match=f"cannot be written: {os.strerror(code)}; {advice}"
     ):
-        sf.export_params(tmp_path, params())
+        sf.checkpoint.export_params(tmp_path, params())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -318,14 +322,14 @@ def test_paths_that_are_something_else_are_refused(tmp_path):
         ("file/x", "Not a directory; give a directory, or a file that ends in .safetensors"),
         ("x.safetensors", "Is a directory; give a name in it that ends in .safetensors"),
     ):
-        with pytest.raises(sf.CheckpointError, match=words):
-            sf.export_params(tmp_path / path, params())
-    with pytest.raises(sf.ConfigError, match="path: expected one on a disk, got gs://b/x"):
-        sf.export_params("gs://b/x", params())
+        with pytest.raises(sf.errors.CheckpointError, match=words):
+            sf.checkpoint.export_params(tmp_path / path, params())
+    with pytest.raises(sf.errors.ConfigError, match="path: expected one on a disk, got gs://b/x"):
+        sf.checkpoint.export_params("gs://b/x", params())
     assert (tmp_path / "file").read_text() == "mine"
     for path in (3, "", "a\0b", None):
-        with pytest.raises(sf.ConfigError, match="path: expected a path, got"):
-            sf.export_params(path, params())
+        with pytest.raises(sf.errors.ConfigError, match="path: expected a path, got"):
+            sf.checkpoint.export_params(path, params())
 
 
 # Files as one thing
@@ -334,19 +338,21 @@ def test_paths_that_are_something_else_are_refused(tmp_path):
 def save(target, values):
     """Export small arrays, each of them in the file of its number."""
     tree = {name: np.full(10, value, np.float32) for name, value in values.items()}
-    sf.export_params(target, tree, shard_size=40)
+    sf.checkpoint.export_params(target, tree, shard_size=40)
 
 
 def loaded(path, names="abc"):
     like = {name: np.zeros(10, np.float32) for name in names}
-    return {float(value) for leaf in sf.load_params(path, like).values() for value in leaf}
+    return {
+        float(value) for leaf in sf.checkpoint.load_params(path, like).values() for value in leaf
+    }
 
 
 def test_files_are_called_as_hugging_face_does(tmp_path):
     tree = {"a": np.float32([1, 2]), "b": np.float32(3), "c": np.float32([4])}
-    sf.export_params(tmp_path / "new" / "m.safetensors", tree)
+    sf.checkpoint.export_params(tmp_path / "new" / "m.safetensors", tree)
     assert names(tmp_path / "new") == ["m.safetensors"]
-    sf.export_params(tmp_path / "d", tree, shard_size=12)
+    sf.checkpoint.export_params(tmp_path / "d", tree, shard_size=12)
     assert names(tmp_path / "d") == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
@@ -362,7 +368,7 @@ def test_files_are_called_as_hugging_face_does(tmp_path):
         },
     }
     for path in (tmp_path / "d", tmp_path / "d" / "model.safetensors", index):
-        same(sf.load_params(path, tree), tree)
+        same(sf.checkpoint.load_params(path, tree), tree)
 
 
 class Stopped(BaseException):
@@ -394,16 +400,16 @@ def test_a_reader_finds_the_old_or_the_new_wherever_it_is_stopped(tmp_path, befo
     found = []
     for number in itertools.count(1):
         folder, calls = tmp_path / str(number), []
-        sf.export_params(folder, tree(1), shard_size=size[before])
+        sf.checkpoint.export_params(folder, tree(1), shard_size=size[before])
         with stopped_at(number, calls):
-            sf.export_params(folder, tree(2), shard_size=size[after])
+            sf.checkpoint.export_params(folder, tree(2), shard_size=size[after])
         values = loaded(folder)
         assert values in ({1}, {2})
         found += values
         if len(calls) < number:
             break
         # The next export leaves itself, and nothing of those before.
-        sf.export_params(folder, tree(3), shard_size=size[after])
+        sf.checkpoint.export_params(folder, tree(3), shard_size=size[after])
         assert loaded(folder) == {3}
         assert len(names(folder)) == (1 if after == 1 else 4)
     assert found == sorted(found)
@@ -466,7 +472,7 @@ def test_any_error_of_an_export_is_raised_on_all_processes(tmp_path, monkeypatch
     monkeypatch.setattr(type(jnp.ones(1)), "is_fully_addressable", False)
     monkeypatch.setattr(safetensors_module, "_on_host", lambda value, _: np.asarray(value))
     with pytest.raises(RuntimeError, match="of any kind"):
-        sf.export_params(tmp_path, {"a": jnp.ones(1)})
+        sf.checkpoint.export_params(tmp_path, {"a": jnp.ones(1)})
     assert "of any kind" in gathered[0]
 
 
@@ -481,15 +487,17 @@ def test_others_may_read_the_files(tmp_path):
 
 def test_the_single_file_is_taken_before_the_index(tmp_path):
     save(tmp_path, {"a": 1, "b": 1})
-    sf.export_params(tmp_path / "aside", {name: np.full(10, 2, np.float32) for name in "ab"})
+    sf.checkpoint.export_params(
+        tmp_path / "aside", {name: np.full(10, 2, np.float32) for name in "ab"}
+    )
     (tmp_path / "aside" / "model.safetensors").rename(tmp_path / "model.safetensors")
     assert loaded(tmp_path, "ab") == {2}
     assert loaded(tmp_path / "model.safetensors.index.json", "ab") == {1}
 
 
 def refused(path, words):
-    with pytest.raises(sf.CheckpointError, match=re.escape(words)) as caught:
-        sf.load_params(path, {"a": np.zeros(2, np.float32)})
+    with pytest.raises(sf.errors.CheckpointError, match=re.escape(words)) as caught:
+        sf.checkpoint.load_params(path, {"a": np.zeros(2, np.float32)})
     return str(caught.value)
 
 
@@ -530,14 +538,14 @@ def entry(start, stop, shape=(2,), dtype="F32"):
 def test_every_dtype_comes_back_bit_for_bit(tmp_path):
     file = tmp_path / "t.safetensors"
     arrays = {name: np.arange(6).reshape(2, 3).astype(jnp.dtype(name)) for name in CODES}
-    sf.export_params(file, arrays)
+    sf.checkpoint.export_params(file, arrays)
     with safetensors.safe_open(file, framework="numpy") as handle:
         for name, code in CODES.items():
             part = handle.get_slice(name)
             assert (part.get_dtype(), part.get_shape()) == (code, [2, 3])
             if not name.startswith("float8"):  # which the package cannot give numpy
                 assert handle.get_tensor(name).tobytes() == arrays[name].tobytes()
-    same(sf.load_params(file, arrays), arrays)
+    same(sf.checkpoint.load_params(file, arrays), arrays)
 
 
 @pytest.mark.parametrize(
@@ -568,10 +576,10 @@ def test_without_the_package_it_is_said_how_to_install_it(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     for use in (
-        lambda: sf.export_params(tmp_path, {"a": np.ones(2)}),
-        lambda: sf.load_params(tmp_path, {"a": np.ones(2)}),
+        lambda: sf.checkpoint.export_params(tmp_path, {"a": np.ones(2)}),
+        lambda: sf.checkpoint.load_params(tmp_path, {"a": np.ones(2)}),
     ):
-        with pytest.raises(sf.ConfigError, match=r'pip install "stepfold\[safetensors\]"'):
+        with pytest.raises(sf.errors.ConfigError, match=r'pip install "stepfold\[safetensors\]"'):
             use()
     assert list(tmp_path.iterdir()) == []
 
@@ -592,10 +600,10 @@ def test_without_the_package_it_is_said_how_to_install_it(tmp_path, monkeypatch)
     ],
 )
 def test_what_has_no_name_is_refused(tmp_path, params, names, words):
-    with pytest.raises(sf.ConfigError, match=re.escape(words)):
-        sf.export_params(tmp_path, params, names=names)
-    with pytest.raises(sf.ConfigError, match=re.escape(words.removeprefix("params: "))):
-        sf.load_params(tmp_path, params, names=names)
+    with pytest.raises(sf.errors.ConfigError, match=re.escape(words)):
+        sf.checkpoint.export_params(tmp_path, params, names=names)
+    with pytest.raises(sf.errors.ConfigError, match=re.escape(words.removeprefix("params: "))):
+        sf.checkpoint.load_params(tmp_path, params, names=names)
 
 
 # What is loaded has to be what is wanted
@@ -608,25 +616,29 @@ def test_what_has_no_name_is_refused(tmp_path, params, names, words):
 )  # fmt: skip
 def test_dtypes_are_converted_only_if_asked(tmp_path, mesh, saved, wanted):
     values = jnp.arange(8.0).astype(saved)
-    sf.export_params(tmp_path, {"a": values})
+    sf.checkpoint.export_params(tmp_path, {"a": values})
     for place in (None, NamedSharding(mesh, PartitionSpec("fsdp"))):
         like = {"a": jax.ShapeDtypeStruct((8,), jnp.dtype(wanted), sharding=place)}
         if saved != wanted:
-            with pytest.raises(sf.TreeMismatchError, match=rf"a +{saved}\[8\] +{wanted}\[8\]"):
-                sf.load_params(tmp_path, like)
-        back = sf.load_params(tmp_path, like, cast=True)["a"]
+            with pytest.raises(
+                sf.errors.TreeMismatchError, match=rf"a +{saved}\[8\] +{wanted}\[8\]"
+            ):
+                sf.checkpoint.load_params(tmp_path, like)
+        back = sf.checkpoint.load_params(tmp_path, like, cast=True)["a"]
         assert back.dtype == wanted
         assert back.tobytes() == values.astype(wanted).tobytes()
 
 
 def test_what_says_no_shape_or_no_device_is_refused(tmp_path):
-    sf.export_params(tmp_path, {"a": jnp.ones(3)})
+    sf.checkpoint.export_params(tmp_path, {"a": jnp.ones(3)})
     with pytest.raises(
-        sf.ConfigError, match=r"a: expected an array or a jax.ShapeDtypeStruct, got"
+        sf.errors.ConfigError, match=r"a: expected an array or a jax.ShapeDtypeStruct, got"
     ):
-        sf.load_params(tmp_path, {"a": 1.0})
+        sf.checkpoint.load_params(tmp_path, {"a": 1.0})
     mesh = jax.sharding.AbstractMesh((8,), ("x",))
     place = NamedSharding(mesh, PartitionSpec("x"))
     like = {"a": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=place)}
-    with pytest.raises(sf.ConfigError, match="a: expected a sharding over devices, got one over"):
-        sf.load_params(tmp_path, like)
+    with pytest.raises(
+        sf.errors.ConfigError, match="a: expected a sharding over devices, got one over"
+    ):
+        sf.checkpoint.load_params(tmp_path, like)

@@ -79,7 +79,7 @@ def test_a_failure_is_raised_by_the_next_call_and_only_once(tmp_path, fails, nam
         series.save(STATE, step=2)
     series.close()
     series.close()
-    assert sf.verify(tmp_path) == ({} if name == "close" else {1: [], 2: []})
+    assert sf.checkpoint.verify(tmp_path) == ({} if name == "close" else {1: [], 2: []})
 
 
 def test_a_failure_in_the_foreground_is_raised_at_once(tmp_path, fails):
@@ -88,7 +88,7 @@ def test_a_failure_in_the_foreground_is_raised_at_once(tmp_path, fails):
             series.save(STATE, step=1)
         fails.clear()
         series.save(STATE, step=1)
-        assert sf.verify(tmp_path) == {1: []}
+        assert sf.checkpoint.verify(tmp_path) == {1: []}
 
 
 def test_an_unreadable_old_step_is_kept_and_does_not_fail_a_save(tmp_path, monkeypatch):
@@ -169,7 +169,7 @@ def test_a_save_beside_an_open_series_lets_it_finish(tmp_path):
         series.save(STATE, step=1, before_commit=lambda: may_commit.wait(60))
         sf.save(tmp_path, STATE, step=2)
         may_commit.set()
-    assert sf.verify(tmp_path) == {1: [], 2: []}
+    assert sf.checkpoint.verify(tmp_path) == {1: [], 2: []}
 
 
 def test_a_deletion_that_fails_is_an_error_of_checkpoints(tmp_path, monkeypatch):
@@ -191,10 +191,10 @@ def test_what_is_measured_after_a_save_is_added_to_it(tmp_path):
         series.wait()
         series.add_later(1, metrics={"eval/loss": 0.5}, extra={"n": 2})
         series.save(STATE, step=2, metrics={"eval/loss": 0.75})
-    found = sf.contents(tmp_path, step="best")
+    found = sf.checkpoint.contents(tmp_path, step="best")
     assert (found.step, found.extra, found.data) == (1, {"n": 2}, {"at": 1})
     assert found.metrics == {"train/loss": 2.0, "eval/loss": 0.5}
-    assert sf.verify(tmp_path) == {1: [], 2: []}
+    assert sf.checkpoint.verify(tmp_path) == {1: [], 2: []}
     check_same(sf.restore(tmp_path, STATE, step=1).state, STATE)
 
 
@@ -266,7 +266,7 @@ def test_what_is_kept_is_as_described(tmp_path):
     with sf.Checkpoints(tmp_path, **options) as series:
         for step in range(1, 11):
             save(series, step, metrics={"bleu": bleu[step]} if step in bleu else None)
-    assert list(sf.verify(tmp_path)) == [2, 4, 6, 8, 9, 10]
+    assert list(sf.checkpoint.verify(tmp_path)) == [2, 4, 6, 8, 9, 10]
     assert sf.restore(tmp_path, {"w": jnp.zeros(2)}, step="best").step == 2
 
 
@@ -276,11 +276,11 @@ def test_a_restart_goes_on_with_what_was_kept(tmp_path):
         with described as series:
             for step in numbers:
                 save(series, step, metrics={"eval/loss": abs(step - 2) + 0.5})
-    assert list(sf.verify(tmp_path)) == [2, 6]
+    assert list(sf.checkpoint.verify(tmp_path)) == [2, 6]
     assert sf.restore(tmp_path, {"w": jnp.zeros(2)}, step="best").step == 2
     with sf.Checkpoints(tmp_path, keep=1, best="eval/loss", mode="max") as series:
         save(series, 7, metrics={"eval/loss": 0.0})
-    assert list(sf.verify(tmp_path)) == [6, 7]
+    assert list(sf.checkpoint.verify(tmp_path)) == [6, 7]
 
 
 def test_a_step_of_which_files_are_missing_does_not_count_as_kept(tmp_path):
@@ -291,14 +291,17 @@ def test_a_step_of_which_files_are_missing_does_not_count_as_kept(tmp_path):
     (tmp_path / "2" / "state" / "_METADATA").unlink()
     with described as series:
         save(series, 3)
-    assert [step for step, problems in sf.verify(tmp_path).items() if not problems] == [1, 3]
+    assert [step for step, problems in sf.checkpoint.verify(tmp_path).items() if not problems] == [
+        1,
+        3,
+    ]
 
 
 def test_the_step_that_was_just_saved_is_kept_though_newer_ones_are_there(tmp_path):
     with sf.Checkpoints(tmp_path, keep=1) as series:
         save(series, 30)
         save(series, 11)
-    assert 11 in sf.verify(tmp_path)
+    assert 11 in sf.checkpoint.verify(tmp_path)
 
 
 def test_requested_saves_are_kept_apart_from_scheduled_ones(tmp_path):
@@ -345,7 +348,7 @@ def test_nothing_is_ever_deleted_or_written_over(tmp_path):
         sf.save(tmp_path, {"w": np.full(2, step, np.float32)}, step=step)
     with pytest.raises(CheckpointError, match="expected a new step, got 3, which is there already"):
         sf.save(tmp_path, {"w": jnp.zeros(2)}, step=3)
-    assert list(sf.verify(tmp_path)) == [0, 1, 2, 3]
+    assert list(sf.checkpoint.verify(tmp_path)) == [0, 1, 2, 3]
     check_same(sf.restore(tmp_path, {"w": jnp.zeros(2)}, step=3).state, {"w": jnp.full(2, 3.0)})
 
 
@@ -424,7 +427,7 @@ def test_opening_leaves_the_description_as_it_was(tmp_path):
     described = sf.Checkpoints(every=3, best="loss", keep_best=2)
     for run in ("a", "b"):
         with described.open(tmp_path / run) as series:
-            assert isinstance(series, sf.Series)
+            assert isinstance(series, sf.checkpoint.Series)
             assert (series.policy, series.ranking) == (described, ("loss", "min"))
             series.save(STATE, step=3, metrics={"loss": 2.0})
             series.save(STATE, step=6, metrics={"loss": 3.0})

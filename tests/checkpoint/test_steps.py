@@ -131,9 +131,11 @@ def test_a_file_system_that_cannot_tell_is_not_in_the_way(tmp_path, monkeypatch,
 
 def test_a_disk_that_fails_is_told(tmp_path, monkeypatch):
     failing(monkeypatch, errno.EIO)
-    with pytest.raises(sf.CheckpointError, match="1: not saved: OSError: .*Input/output error"):
+    with pytest.raises(
+        sf.errors.CheckpointError, match="1: not saved: OSError: .*Input/output error"
+    ):
         sf.save(tmp_path, {"w": np.ones(3)}, step=1)
-    assert sf.verify(tmp_path) == {}
+    assert sf.checkpoint.verify(tmp_path) == {}
 
 
 NUMBERS = st.floats() | st.none()

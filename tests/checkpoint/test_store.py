@@ -126,7 +126,7 @@ def test_a_killed_save_does_not_block_the_next(tmp_path, no_exclusive_locks, lef
         (tmp_path / "3.saving").mkdir()  # of an earlier stepfold
     with sf.Checkpoints(tmp_path) as series:
         series.save({"w": np.ones(3)}, step=3)
-    assert sf.verify(tmp_path) == {3: []}
+    assert sf.checkpoint.verify(tmp_path) == {3: []}
     assert set(names(tmp_path)) - {"3.saving"} == {"3"}
 
 
@@ -163,7 +163,7 @@ def test_a_refused_save_leaves_the_save_of_another_run(tmp_path, no_exclusive_lo
     may_commit.set()
     first.close()
     second.close()
-    assert sf.verify(tmp_path) == {3: []}
+    assert sf.checkpoint.verify(tmp_path) == {3: []}
     assert names(tmp_path) == ["3"]
 
 

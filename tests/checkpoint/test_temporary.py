@@ -42,7 +42,7 @@ def local(folder):
 
 
 def steps_in(folder):
-    return [*sf.verify(folder)]
+    return [*sf.checkpoint.verify(folder)]
 
 
 def test_a_permanent_save_deletes_the_temporary_ones_up_to_it(tmp_path):
@@ -193,7 +193,7 @@ def test_the_durable_steps_may_be_in_object_storage(tmp_path):
     described = sf.Checkpoints(url, every=6, temporary=sf.Temporary(tmp_path / "local", every=2))
     with described as series:
         run(series, range(1, 11))
-    assert sf.latest_step(url) == 6
+    assert sf.checkpoint.latest_step(url) == 6
     assert described.restore(LIKE).step == 10
     damage(local(tmp_path), 10, state(10)["w"])
     with pytest.warns(RuntimeWarning, match="step 10 is damaged"):

@@ -167,7 +167,7 @@ def test_two_saves_of_a_step_do_not_mix(tmp_path):
 def test_replicas_are_a_count():
     assert sf.Temporary("a", every=1).replicas == 1
     for bad in (-1, 1.5, None):
-        with pytest.raises(sf.ConfigError, match="replicas: expected"):
+        with pytest.raises(sf.errors.ConfigError, match="replicas: expected"):
             sf.Temporary("a", every=1, replicas=bad)
 
 
@@ -175,8 +175,8 @@ def test_the_folder_of_temporary_steps_is_no_directory_to_save_in(tmp_path):
     path, _ = saved(tmp_path)
     with pytest.raises(CheckpointError, match="the directory of a series, got that of"):
         sf.save(path.parent, {"w": jnp.ones(2)}, step=3)
-    assert sf.verify(path.parent) == {1: [], 2: []}
-    assert sf.contents(path.parent).step == 2
+    assert sf.checkpoint.verify(path.parent) == {1: [], 2: []}
+    assert sf.checkpoint.contents(path.parent).step == 2
 
 
 # Requests between processes

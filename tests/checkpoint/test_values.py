@@ -72,7 +72,7 @@ def test_arrays_come_back_with_their_dtype_shape_and_bits(tmp_path_factory, sche
     found = sf.restore(folder, STATE)
     assert same(data, found.data)
     assert same(extra, found.extra)
-    assert sf.verify(folder) == {1: []}
+    assert sf.checkpoint.verify(folder) == {1: []}
 
 
 def test_strided_and_big_endian_arrays_come_back_with_their_values(tmp_path):
@@ -110,7 +110,7 @@ def test_a_buffer_may_be_modified_as_soon_as_save_returns(place):
 def test_an_array_that_has_no_place_is_refused_with_its_path(tmp_path, value, words):
     with pytest.raises(ConfigError, match=words):
         sf.save(tmp_path, STATE, step=1, data={"a": [value]})
-    assert sf.latest_step(tmp_path) is None
+    assert sf.checkpoint.latest_step(tmp_path) is None
 
 
 # Reading without arrays
@@ -118,7 +118,7 @@ def test_an_array_that_has_no_place_is_refused_with_its_path(tmp_path, value, wo
 
 def test_contents_describe_arrays_without_reading_them(place):
     sf.save(place[1], STATE, step=1, data={"n": 1, "buffer": BUFFER}, extra=(b"x", BUFFER[0]))
-    found = sf.contents(place[1])
+    found = sf.checkpoint.contents(place[1])
     assert {path: str(leaf) for path, leaf in found.arrays.items()} == {
         "data/buffer": "float32[2,3,4]",
         "extra/1": "float32[3,4]",
@@ -128,7 +128,7 @@ def test_contents_describe_arrays_without_reading_them(place):
     assert list(found.leaves) == ["w"]
     without = place[1] + "-without"
     sf.save(without, STATE, step=1)
-    assert found.bytes - sf.contents(without).bytes >= 36 * 4
+    assert found.bytes - sf.checkpoint.contents(without).bytes >= 36 * 4
 
 
 def test_the_command_shows_arrays(place, capsys):
@@ -159,7 +159,7 @@ def test_arrays_are_added_after_a_save(place):
             assert same(found.data, BUFFER)
             assert same(found.extra, {"buffer": BUFFER[:1] + n, "n": n})
             assert found.metrics == {"n": n}
-            assert sf.verify(place[1]) == {1: []}
+            assert sf.checkpoint.verify(place[1]) == {1: []}
         # A reader that has the metadata from before finds its arrays. Older ones are gone.
         assert len({path.name.split(".")[0] for path in place[0].rglob("later-*")}) == 2
         series.add_later(1, metrics={}, extra=None)
@@ -175,7 +175,7 @@ def test_later_arrays_that_are_damaged_are_found(place):
     content = path.read_bytes()
     for damaged in (content[:-1], content[:-1] + b"\1", None):
         path.unlink() if damaged is None else path.write_bytes(damaged)
-        assert sf.verify(place[1])[1]
+        assert sf.checkpoint.verify(place[1])[1]
         with pytest.raises(CheckpointError):
             sf.restore(place[1], STATE, step=1)
 
@@ -195,17 +195,18 @@ def test_damage_of_an_array_is_found(place, size, monkeypatch):
         flipped = bytes([content[0] ^ 4]) + content[1:]
         for damaged in (flipped, content[:-1], b"", None):
             path.unlink() if damaged is None else path.write_bytes(damaged)
-            problems = sf.verify(place[1])
+            problems = sf.checkpoint.verify(place[1])
             assert (problems[1], bool(problems[2])) == ([], True)
             with pytest.raises(CheckpointError):
                 sf.restore(place[1], STATE, step=2)
             path.write_bytes(content)
-        assert sf.verify(place[1]) == {1: [], 2: []}
+        assert sf.checkpoint.verify(place[1]) == {1: [], 2: []}
     path = first
     content = path.read_bytes()
     path.write_bytes(bytes([content[0] ^ 4]) + content[1:])
     assert any(
-        "data/buffer: the values are not those that" in line for line in sf.verify(place[1])[2]
+        "data/buffer: the values are not those that" in line
+        for line in sf.checkpoint.verify(place[1])[2]
     )
     with pytest.warns(RuntimeWarning, match="step 2 is damaged, and .*data/buffer: the values"):
         assert sf.restore(place[1], STATE).data == {"n": 1}
@@ -232,4 +233,4 @@ def test_checkpoints_of_format_1_are_restored(tmp_path):
     write_checked(state / "files.json", files)
     found = sf.restore(tmp_path, STATE)
     assert found[1:5] == (1, {"n": b"1"}, [1], {"loss": 1.0})
-    assert sf.verify(tmp_path) == {1: []}
+    assert sf.checkpoint.verify(tmp_path) == {1: []}

@@ -60,7 +60,7 @@ def test_what_is_given_to_a_step_at_once_is_saved_as_it_was(tmp_path, spec):
             series.save(state, step=number)
             for _ in range(3):
                 state = jax.block_until_ready(step(state))
-    assert set(map(len, sf.verify(tmp_path).values())) == {0}
+    assert set(map(len, sf.checkpoint.verify(tmp_path).values())) == {0}
     for number in range(0, 12, 3):
         found = sf.restore(tmp_path, arrays, step=number).state
         check_same(found, jax.tree.map(lambda leaf: leaf + np.float32(number), arrays))
@@ -73,7 +73,7 @@ def test_what_is_written_to_at_once_is_saved_as_it_was(tmp_path):
             series.save(state, step=number)
             state["a"] += 1
             state["b"][...] = number + 1
-    assert set(map(len, sf.verify(tmp_path).values())) == {0}
+    assert set(map(len, sf.checkpoint.verify(tmp_path).values())) == {0}
     for number in range(3):
         found = sf.restore(tmp_path, state, step=number).state
         wanted = np.arange(1 << 18, dtype=np.float32) + np.float32(number)
@@ -103,7 +103,7 @@ def test_what_goes_wrong_is_told_with_the_step(tmp_path, monkeypatch, place, err
     with pytest.raises(CheckpointError, match=f"{tmp_path}/3: not saved: {words}") as caught:
         save.commit()
     assert caught.value.__cause__ is not None
-    assert sf.latest_step(tmp_path) is None
+    assert sf.checkpoint.latest_step(tmp_path) is None
 
 
 def test_what_cannot_begin_is_told_with_the_step(tmp_path):
@@ -124,10 +124,10 @@ def test_a_save_does_not_wait_for_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "write_leaves", slowly)
     store = open_store(tmp_path, save=True)
     save = store.begin(STATE, StepMetadata(3))
-    assert sf.latest_step(tmp_path) is None
+    assert sf.checkpoint.latest_step(tmp_path) is None
     may_write.set()
     save.commit()
-    assert sf.latest_step(tmp_path) == 3
+    assert sf.checkpoint.latest_step(tmp_path) == 3
 
 
 @pytest.mark.parametrize("years", [56, -30])
@@ -145,4 +145,4 @@ def test_a_clock_that_jumps_ends_no_save(tmp_path, monkeypatch, years):
     monkeypatch.setattr(time, "time", lambda: now() + offset[0])
     with sf.Checkpoints(tmp_path) as series:
         series.save(STATE, step=3)
-    assert sf.verify(tmp_path) == {3: []}
+    assert sf.checkpoint.verify(tmp_path) == {3: []}

@@ -168,7 +168,7 @@ def check_saves():
     stop = callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True)
     save = callbacks.ModelCheckpoint("{epoch}.keras", monitor="val_loss", save_best_only=True)
     checkpoints = sf.Checkpoints(best="eval/loss", keep_best=99)
-    early = sf.stop_early("eval/loss", patience=2, keep_state=True)
+    early = sf.hooks.stop_early("eval/loss", patience=2, keep_state=True)
     options = {"hooks": [early], "checkpoints": checkpoints, "run_dir": "best"}
     result = ours(model, optax.sgd(rate), 40, **options)
     step, state = result.hooks["stop_early eval/loss"]["_best_state"]

@@ -164,7 +164,7 @@ def test_boxes_are_rules():
     )
     assert nn.get_partition_spec(shapes)["kernel"] == P(None, "tp")
     mesh = sf.make_mesh((jax.device_count(),), ("tp",))
-    plan = sf.make_sharding(shapes, mesh, [sf.fsdp()])
+    plan = sf.make_sharding(shapes, mesh, [sf.sharding.fsdp()])
     (kernel,) = jax.tree.leaves(plan["kernel"])
     assert kernel.spec == nn.get_sharding(shapes, mesh)["kernel"].spec
 

@@ -150,7 +150,7 @@ def test_which_arrays_are_sharded():
     theirs = kd.sharding.FSDPSharding()(params)
     devices = jax.device_count()
     mesh = sf.make_mesh((devices,), ("fsdp",))
-    here = sf.make_sharding(params, mesh, sf.fsdp(min_size=2**20 + 1))
+    here = sf.make_sharding(params, mesh, sf.sharding.fsdp(min_size=2**20 + 1))
     renamed = {
         name: P(*("fsdp" if axis == "devices" else axis for axis in sharding.spec))
         for name, sharding in theirs.items()
@@ -200,7 +200,7 @@ def test_a_metric_of_kauldron_is_refused():
     params = NET.init(jax.random.key(0), TRAIN["image"][:2])["params"]
     state = sf.init_state(params, TX, jax.random.key(0))
     problem = r"metrics/accuracy: expected a number or a clu\.metrics\.Metric, got State Accuracy\."
-    with pytest.raises(sf.LossError, match=problem):
+    with pytest.raises(sf.errors.LossError, match=problem):
         sf.evaluate(sf.make_eval_step(with_metric), state, sf.batches(TEST, SIZE, epochs=1))
 
 

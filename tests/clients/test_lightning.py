@@ -180,7 +180,7 @@ def test_early_stopping_and_the_best_checkpoints():
     saves = callbacks.ModelCheckpoint("theirs", monitor="val_loss", save_top_k=2, filename="{step}")
     stop = callbacks.EarlyStopping("val_loss", patience=2)
     trainer = theirs(module, max_epochs=40, callbacks=[saves, stop])
-    early = sf.stop_early("eval/loss", patience=2)
+    early = sf.hooks.stop_early("eval/loss", patience=2)
     checkpoints = sf.Checkpoints(every_epochs=1, keep=1, best="eval/loss", keep_best=2)
     result = ours(optax.sgd(2.5), epochs=40, hooks=[early], run_dir="ours", checkpoints=checkpoints)
     losses = [loss for _, loss in module.evaluated[1:]]
@@ -212,7 +212,9 @@ def test_saves_that_do_not_meet_an_evaluation():
     expected = {20: value[15], 30: value[15], 40: value[30]}
     assert ranked == {f"step={step}-val_loss={loss}.ckpt" for step, loss in expected.items()}
     ours(optax.sgd(0.5), run_dir="ours", checkpoints=sf.Checkpoints(every=10, keep=None))
-    found = {step: sf.contents("ours", step=step).metrics for step in (10, 20, 30, 40, 45)}
+    found = {
+        step: sf.checkpoint.contents("ours", step=step).metrics for step in (10, 20, 30, 40, 45)
+    }
     assert [step for step, metrics in found.items() if "eval/loss" in metrics] == [30, 45]
 
 

@@ -60,7 +60,7 @@ def test_start_distributed_says_what_an_actor_of_several_has_to_pass():
     def start():
         try:
             return sf.start_distributed().how
-        except sf.ConfigError as error:
+        except sf.errors.ConfigError as error:
             return str(error)
 
     ray.init("local", num_cpus=2, log_to_driver=False, include_dashboard=False)

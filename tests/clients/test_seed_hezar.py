@@ -93,7 +93,7 @@ class Preprocessor:
 
 def trained_base(path):
     """Save a model that was trained before, as those of the Hub were."""
-    sf.export_params(path, new_weights(1))
+    sf.checkpoint.export_params(path, new_weights(1))
     return str(path)
 
 
@@ -164,11 +164,11 @@ def test_any_dataset_with_a_length_and_items():
 @shows(
     "Hezar",
     "Datasets and models",
-    {"a pretrained model": "`Model(apply, sf.load_params(path, params), loss_fn)`"},
+    {"a pretrained model": "`Model(apply, sf.checkpoint.load_params(path, params), loss_fn)`"},
 )
 def test_a_pretrained_model(tmp_path):
     pretrained_path = trained_base(tmp_path / "base")
-    model = Model(crnn, sf.load_params(pretrained_path, new_weights()), ctc_loss)
+    model = Model(crnn, sf.checkpoint.load_params(pretrained_path, new_weights()), ctc_loss)
 
     trainer = Trainer(
         model=model,
@@ -211,7 +211,7 @@ def test_weights_for_another_head(tmp_path):
     assert [*trainer.not_loaded] == ["params/out"]
     np.testing.assert_array_equal(trainer.model.params["hidden"], trained.model.params["hidden"])
     exported = trained_base(tmp_path / "exported")
-    with pytest.raises(sf.TreeMismatchError, match=r"out .*64,11.*64,31"):
+    with pytest.raises(sf.errors.TreeMismatchError, match=r"out .*64,11.*64,31"):
         Trainer(TrainerConfig(num_epochs=1, init_weights_from=exported), model, Plates("train", 16))
 
 

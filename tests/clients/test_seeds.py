@@ -103,7 +103,7 @@ def test_protocol_skeleton_runs(tmp_path):
     assert int(state.step) == 30
     assert made.evaluate(state)["loss"] < before
     made.save_pretrained(str(tmp_path))
-    assert sf.latest_step(tmp_path) == 30
+    assert sf.checkpoint.latest_step(tmp_path) == 30
 
 
 class CustomTrainer(Trainer):
@@ -316,7 +316,9 @@ def test_a_subclass_without_a_method_cannot_be_constructed(names):
     assert isinstance(made, BaseTrainerProtocol)
     for name in ("train", "configure_model"):
         rest = {other: method for other, method in methods.items() if other != name}
-        with pytest.raises(sf.ConfigError, match=f"Mine: expected the methods .* none of {name}"):
+        with pytest.raises(
+            sf.errors.ConfigError, match=f"Mine: expected the methods .* none of {name}"
+        ):
             type("Mine", (BaseTrainerProtocol,), rest)()
 
 
@@ -371,7 +373,9 @@ def test_models_of_other_libraries_train():
         made.train()
         assert made.model is model
         assert made.history["train/loss"][-1] < made.history["train/loss"][0]
-    with pytest.raises(sf.ConfigError, match="model: Dense makes its parameters of an example"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="model: Dense makes its parameters of an example"
+    ):
         trainer(given={"model": dense})
 
 
@@ -404,7 +408,7 @@ def test_state_of_another_library_runs_with_its_own_steps():
     assert not start.params["kernel"].is_deleted()
     assert int(trainer(given={"model_state": start.params}, max_steps=1).train().step) == 1
     with pytest.raises(
-        sf.ConfigError,
+        sf.errors.ConfigError,
         match="model_state: expected a TrainState .*, got flax.*; give its params, or override con",
     ):
         trainer(given={"model_state": start})
@@ -442,7 +446,7 @@ def test_the_skeleton_runs_on_the_trainer(tmp_path):
     assert made.state is state is made._model_state
     assert made.evaluate(state) == plain.evaluate(state)
     made.save_pretrained(str(tmp_path))
-    assert sf.latest_step(tmp_path) == 30
+    assert sf.checkpoint.latest_step(tmp_path) == 30
     assert made.is_process_zero
     assert made.optimizer is made.tx
     with pytest.raises(AttributeError, match="has no attribute 'plan'") as caught:
@@ -470,7 +474,7 @@ def test_the_methods_of_the_trainer_complete_a_skeleton_that_never_called_its_in
     other.state = state  # in place of that of `configure_model`
     assert other.evaluate()["eval_loss"] == made.evaluate()["eval_loss"]
     path = Inheriting(arguments(), TRAIN, TEST).save_pretrained(str(tmp_path))
-    assert sf.latest_step(tmp_path) == int(path.name) == 0
+    assert sf.checkpoint.latest_step(tmp_path) == int(path.name) == 0
 
 
 class Assigning(Trainer):
@@ -529,7 +533,7 @@ def test_an_assigned_optimizer_has_to_be_one():
             self.optimizer = output.state.opt_state
             return output
 
-    with pytest.raises(sf.ConfigError, match="tx: expected an optax transformation, got"):
+    with pytest.raises(sf.errors.ConfigError, match="tx: expected an optax transformation, got"):
         trainer(Wrong)
 
 
@@ -626,7 +630,9 @@ def test_train_takes_a_checkpoint_by_position(tmp_path):
     made = trainer(max_steps=8)
     assert int(made.train(str(tmp_path)).step) == 8
     assert made.history["train/loss"].steps == [5, 8]
-    with pytest.raises(sf.ConfigError, match="train: .*resume_from_checkpoint.*write ckpt_path=…"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="train: .*resume_from_checkpoint.*write ckpt_path=…"
+    ):
         made.train(resume_from_checkpoint=True)
 
 
@@ -675,7 +681,7 @@ def test_the_tokenizer_and_the_arguments_are_next_to_the_checkpoints(tmp_path):
     ],
 )
 def test_metadata_that_cannot_be_written_are_refused(metadata, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         trainer(given={"metadata": metadata})
 
 
@@ -701,7 +707,7 @@ def test_model_name_or_path_is_where_the_weights_are(tmp_path):
     first.save_pretrained(str(tmp_path))
     made = trainer(model_name_or_path=str(tmp_path))
     assert bits(made.state.params) == bits(first.state.params)
-    with pytest.raises(sf.CheckpointError, match="hub/name: .* nothing is downloaded"):
+    with pytest.raises(sf.errors.CheckpointError, match="hub/name: .* nothing is downloaded"):
         trainer(model_name_or_path="hub/name")
 
 
@@ -813,7 +819,7 @@ def test_a_failure_of_the_data_is_raised_after_a_save(tmp_path):
     )
     with pytest.raises(OSError, match="broken"):
         made.train()
-    assert int(made.state.step) == sf.latest_step(tmp_path / "checkpoints") == 6
+    assert int(made.state.step) == sf.checkpoint.latest_step(tmp_path / "checkpoints") == 6
 
 
 @pytest.mark.full
@@ -868,7 +874,7 @@ def test_a_class_as_the_model_needs_a_state():
     params = init(jax.random.key(0))
     assert trainer(given={"model": Net, "model_state": params}).model is Net
     message = r"model: expected a function .*, got the class Net; give the init function of an inst"
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         trainer(given={"model": Net})
 
 
@@ -919,7 +925,9 @@ def test_apply_training_hooks_may_return_an_object_of_metrics(kind):
 
 def test_apply_training_hooks_that_returns_a_number_is_refused():
     Own = type("Own", (Trainer,), {"apply_training_hooks": lambda self, metrics: 1.0})
-    with pytest.raises(sf.ConfigError, match="apply_training_hooks: expected metrics by name"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="apply_training_hooks: expected metrics by name"
+    ):
         trainer(Own, {"dataset_eval": None}, max_steps=5).train()
 
 

@@ -99,14 +99,14 @@ def loss_fn(params, batch, key):
 
 def make_optimizer():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    tx = sf.skip_spikes(sf.ema_params(sf.low_precision(tx), 0.9), window=4)
+    tx = sf.optim.skip_spikes(sf.ema_params(sf.optim.low_precision(tx), 0.9), window=4)
     return sf.dynamic_loss_scale(tx)
 
 
 def make_step(tx, **options):
     step = sf.make_train_step(loss_fn, tx, **options)
     step = sf.observe(step, norm=lambda state: optax.tree.norm(state.params))
-    return sf.check_step(step, every=4)
+    return sf.debug.check_step(step, every=4)
 
 
 class Crash(Exception):
@@ -120,7 +120,7 @@ class Once:
 
     def __init__(self, step, outcome):
         self.step, self.outcome = step, outcome
-        self.goes_back = isinstance(outcome, sf.GoBack)
+        self.goes_back = isinstance(outcome, sf.hooks.GoBack)
 
     def __call__(self, event):
         if not event.is_train or event.step != self.step or self.outcome is None:
@@ -150,7 +150,7 @@ def train_with_everything(key, folder, kind):
         return measure(state._replace(params=sf.get_ema(state)), batch)
 
     def fit(*hooks):
-        tensorboard = sf.tensorboard_writer(folder / "tensorboard")
+        tensorboard = sf.writers.tensorboard_writer(folder / "tensorboard")
         batches = sf.batches(DATA, 16, seed=0)
         with sf.prefetch(batches, sharding=lambda batch: sf.shard_batch(batch, mesh)) as stream:
             return sf.fit(
@@ -177,19 +177,21 @@ def train_with_everything(key, folder, kind):
                     ),
                 ],
                 hooks=[
-                    sf.stop_on_spike(window=4, deviations=1000.0),
-                    sf.roll_back_on_nonfinite(),
-                    sf.stop_early("eval/loss", patience=10, keep_state=True),
-                    sf.stop_on_corruption(),
-                    sf.every(8, sf.weight_statistics(writer=tensorboard)),
-                    sf.throughput(),
-                    sf.memory_use,
+                    sf.hooks.stop_on_spike(window=4, deviations=1000.0),
+                    sf.hooks.roll_back_on_nonfinite(),
+                    sf.hooks.stop_early("eval/loss", patience=10, keep_state=True),
+                    sf.hooks.stop_on_corruption(),
+                    sf.hooks.every(8, sf.hooks.weight_statistics(writer=tensorboard)),
+                    sf.hooks.throughput(),
+                    sf.hooks.memory_use,
                     sf.progress("json", file=shown),
-                    sf.watchdog(600),
-                    sf.profile(100, 1, folder / "profile"),
+                    sf.hooks.watchdog(600),
+                    sf.hooks.profile(100, 1, folder / "profile"),
                     sf.log_to(
-                        sf.async_writer(
-                            sf.multi_writer(tensorboard, sf.csv_writer(folder / "table.csv"))
+                        sf.writers.async_writer(
+                            sf.writers.multi_writer(
+                                tensorboard, sf.writers.csv_writer(folder / "table.csv")
+                            )
                         )
                     ),
                     *hooks,
@@ -201,7 +203,7 @@ def train_with_everything(key, folder, kind):
     with pytest.raises(Crash) as caught:
         fit(Once(12, Crash()))
     assert caught.value.result.steps == 12
-    result = fit(Once(20, sf.GoBack(skip=2)))
+    result = fit(Once(20, sf.hooks.GoBack(skip=2)))
     assert result.resumed == 18  # a temporary step
     assert (result.steps, result.stop_reason.kind) == (24, "completed")
     assert result.history["train/skipped"][-1] == 0
@@ -240,11 +242,11 @@ def test_a_nan_is_replayed(strict, tmp_path):
     step = sf.make_train_step(loss_fn, tx)
     result = fit_bad(step, tx, strict, tmp_path)
     assert result.stop_reason.kind == "nonfinite"
-    read = sf.read_capsule(result.capsule.path)
+    read = sf.debug.read_capsule(result.capsule.path)
     state, batches = sf.init_state(init, tx, strict), result.capsule.batches
     for replayed in (
-        sf.replay(result.capsule, step),
-        sf.replay(read, step, state=state, batches=batches),
+        sf.debug.replay(result.capsule, step),
+        sf.debug.replay(read, step, state=state, batches=batches),
     ):
         assert replayed.reproduced
         assert replayed.examples == ((5,),)
@@ -325,11 +327,11 @@ def test_tools_around_a_run(strict, tmp_path):
     numbers = sf.evaluate(measure, state, sf.batches(TEST, 8, epochs=1, remainder="pad"))
     assert numbers.keys() == {"loss", "accuracy"}
     like = jax.eval_shape(lambda key: sf.init_state(init, tx, key), strict)
-    averaged = sf.average_checkpoints(tmp_path, [1, 2], like.params)
-    sf.export_params(tmp_path / "model.safetensors", averaged)
-    loaded = sf.load_params(tmp_path / "model.safetensors", like.params)
+    averaged = sf.checkpoint.average_checkpoints(tmp_path, [1, 2], like.params)
+    sf.checkpoint.export_params(tmp_path / "model.safetensors", averaged)
+    loaded = sf.checkpoint.load_params(tmp_path / "model.safetensors", like.params)
     check_same_bits(loaded, averaged)
-    assert "mean" in sf.parameter_table(state.params, stats=True).lower()
+    assert "mean" in sf.inspect.parameter_table(state.params, stats=True).lower()
 
 
 @pytest.mark.full

@@ -93,7 +93,9 @@ def test_pipeline_can_be_saved_but_not_resumed():
     pipeline = tf.data.Dataset.range(10)
     stream = sf.batches(pipeline, 4)
     next(stream)
-    with pytest.raises(sf.DataError, match="no state of its own; .* the 4 examples of epoch 0"):
+    with pytest.raises(
+        sf.errors.DataError, match="no state of its own; .* the 4 examples of epoch 0"
+    ):
         sf.batches(pipeline, 4).set_state(stream.get_state())
     by_hand = sf.batches(pipeline.skip(stream.get_state()["row"]), 4)
     assert next(by_hand).tolist() == next(stream).tolist()
@@ -101,13 +103,13 @@ def test_pipeline_can_be_saved_but_not_resumed():
 
 def test_text_is_refused():
     pipeline = tf.data.Dataset.from_tensor_slices(["a", "bc"])
-    with pytest.raises(sf.DataError, match="expected numbers, got bytes b'a' at index 0"):
+    with pytest.raises(sf.errors.DataError, match="expected numbers, got bytes b'a' at index 0"):
         next(sf.batches(pipeline, 2))
     assert next(sf.batches(pipeline, 2, transform=len)).tolist() == [1, 2]
 
 
 def test_tfrecord_is_refused_for_random_access(folder):
-    with pytest.raises(sf.DataError, match="got tfrecord, which only TensorFlow reads"):
+    with pytest.raises(sf.errors.DataError, match="got tfrecord, which only TensorFlow reads"):
         sf.tfds_source("digits", "train", data_dir=folder)
 
 

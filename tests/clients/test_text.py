@@ -59,7 +59,7 @@ def loss_fn(params, batch, key):
     positions = batch.get("positions", jnp.arange(LENGTH))
     x = params["tokens"][batch["ids"]] + params["positions"][positions]
     query, keys, values = jnp.split((x @ params["attention"])[:, :, None], 3, -1)
-    mask = sf.block_diagonal_mask(segments, causal=True)[:, None]
+    mask = sf.data.block_diagonal_mask(segments, causal=True)[:, None]
     x += jax.nn.dot_product_attention(query, keys, values, mask=mask)[:, :, 0]
     nll = optax.softmax_cross_entropy_with_integer_labels(x @ params["out"], batch["labels"])
     return sf.mean(nll, batch["mask"])

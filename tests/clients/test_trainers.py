@@ -110,17 +110,25 @@ def _(ran, place):
     given = [arguments(), init(jax.random.key(0)), object(), TRAIN, TEST, None, True]
     made = Trainer(*given, loss_fn=loss_fn, devices=jax.devices()[:1])
     assert [getattr(made, name) is not None for name in names] == [True] * 5
-    with pytest.raises(sf.ConfigError, match=r"no 'datset_train'; did you mean 'dataset_train'"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"no 'datset_train'; did you mean 'dataset_train'"
+    ):
         Trainer(arguments(), datset_train=TRAIN)
-    with pytest.raises(sf.ConfigError, match=r"loss_fn: expected a loss function .* got None"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"loss_fn: expected a loss function .* got None"
+    ):
         trainer(given={"loss_fn": None})
-    with pytest.raises(sf.ConfigError, match=r"arguments: expected TrainingArguments, got dict"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"arguments: expected TrainingArguments, got dict"
+    ):
         Trainer({})
     with pytest.raises(
-        sf.ConfigError, match=r"arguments: expected TrainingArguments, got NoneType"
+        sf.errors.ConfigError, match=r"arguments: expected TrainingArguments, got NoneType"
     ):
         Trainer()
-    with pytest.raises(sf.ConfigError, match=r"model, model_state: expected a function key -> par"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"model, model_state: expected a function key -> par"
+    ):
         trainer(given={"model": None})
 
 
@@ -152,7 +160,7 @@ def _(ran, place):
     whole = trainer()
     from_state, from_path = whole.train(state=state), trainer().train(ckpt_path=path)
     assert bits(from_state.state) == bits(from_path.state) == bits(plain_run())
-    with pytest.raises(sf.ConfigError, match="one of model_parameters, state and ckpt_path"):
+    with pytest.raises(sf.errors.ConfigError, match="one of model_parameters, state and ckpt_path"):
         whole.train(params, state)
 
 
@@ -327,9 +335,9 @@ def _(ran, place):
         assert padded["mask"].tolist() == [[True] * 3, [True, False, False]]
     cut = ran.create_tfds_collect_function(3, "keep_start")({"ids": [[1, 2, 3, 4], [5]]})
     assert cut["ids"].tolist() == [[1, 2, 3], [5, 0, 0]]
-    with pytest.raises(sf.ConfigError, match="truncat"):
+    with pytest.raises(sf.errors.ConfigError, match="truncat"):
         ran.create_collect_function(3, "keep_middle")
-    with pytest.raises(sf.DataError):  # never silently dropped
+    with pytest.raises(sf.errors.DataError):  # never silently dropped
         ran.create_collect_function(3, "keep_end")([{"ids": [1], "text": "a"}])
 
 
@@ -783,11 +791,11 @@ def _(ran, place):
     assert int(made.state.step) == 0
     assert made.loaded == ["params/bias", "params/kernel"]
     assert list(made.not_loaded) == ["params/head"]
-    sf.export_params(place, ran.state.params)
+    sf.checkpoint.export_params(place, ran.state.params)
     made = trainer(init_weights_from=place)
     assert bits(made.state.params) == bits(ran.state.params)
     other = lambda key: {"other": jnp.ones(3)}
-    with pytest.raises(sf.TreeMismatchError, match="none that fits"):
+    with pytest.raises(sf.errors.TreeMismatchError, match="none that fits"):
         trainer(init_weights_from=str(ran.place), given={"model": other})
 
 

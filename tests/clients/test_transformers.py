@@ -66,11 +66,11 @@ class Hub:
         self.apply = functools.partial(self.example.apply, self.config)
 
     def load(self):
-        return sf.load_params(self.folder, self.like, names=self.names)
+        return sf.checkpoint.load_params(self.folder, self.like, names=self.names)
 
     def logits_there(self, folder, params, names):
         """Export the parameters, let transformers load them, and return its logits."""
-        sf.export_params(folder, params, names=names)
+        sf.checkpoint.export_params(folder, params, names=names)
         (folder / "config.json").write_text(json.dumps(self.config))
         model, found = MODELS[self.name].from_pretrained(
             folder, use_safetensors=True, output_loading_info=True
@@ -104,7 +104,7 @@ def test_logits_are_those_of_transformers(hub):
 def test_an_export_has_the_bytes_of_transformers(hub, tmp_path):
     from safetensors.numpy import load_file
 
-    sf.export_params(tmp_path, hub.load(), names=hub.names)
+    sf.checkpoint.export_params(tmp_path, hub.load(), names=hub.names)
     theirs = load_file(hub.folder / "model.safetensors")
     mine = load_file(tmp_path / "model.safetensors")
     assert mine.keys() == theirs.keys()

@@ -124,7 +124,7 @@ def test_a_subclass_has_the_signatures_of_the_guide(tmp_path: Path) -> None:
     trainer = OfProtocol(arguments, None, init, DATA, loss_fn=loss_fn, devices=devices)
     state: sf.TrainState = trainer.train()
     trainer.save_pretrained(ckpt_path=str(tmp_path), state=state)
-    assert sf.latest_step(tmp_path) == int(state.step) == 2
+    assert sf.checkpoint.latest_step(tmp_path) == int(state.step) == 2
 
 
 class OfReference(Trainer):

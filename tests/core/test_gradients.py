@@ -154,13 +154,15 @@ def test_integer_and_key_leaves_of_a_batch_are_split_too(key):
 @pytest.mark.parametrize("dtype", [int, "float99", complex])
 def test_a_dtype_that_gradients_cannot_add_up_in_is_refused_when_built(dtype):
     message = "accumulator_dtype: expected a floating dtype or None, got"
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         sf.make_grad(loss_fn, accumulate=2, accumulator_dtype=dtype)
 
 
 @pytest.mark.parametrize("n", [0, -1, 2.0, "2", None, True, np.True_])
 def test_a_number_of_microbatches_that_is_none_is_refused_when_built(n):
-    with pytest.raises(sf.ConfigError, match="accumulate: expected an integer of at least 1, got"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="accumulate: expected an integer of at least 1, got"
+    ):
         sf.make_grad(loss_fn, accumulate=n)
 
 
@@ -184,7 +186,7 @@ def test_a_number_of_microbatches_that_is_none_is_refused_when_built(n):
 )
 def test_a_batch_that_does_not_divide_is_refused(key, batch, message):
     grad_fn = sf.make_grad(lambda p, b, k: p["w"].sum(), accumulate=4)
-    with pytest.raises(sf.DataError, match=message):
+    with pytest.raises(sf.errors.DataError, match=message):
         jax.jit(grad_fn)(PARAMS, batch, key, ())
 
 
@@ -206,7 +208,9 @@ def test_parameters_on_the_host_are_parameters(key, n):
 @pytest.mark.parametrize("n", [1, 2])
 def test_parameters_without_a_gradient_are_refused_by_name(key, n):
     grad_fn = sf.make_grad(lambda p, b, k: 0.0, accumulate=n)
-    with pytest.raises(sf.ConfigError, match=r"params/n: expected floating numbers, got int32"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"params/n: expected floating numbers, got int32"
+    ):
         jax.jit(grad_fn)({"n": jnp.zeros(2, int)}, BATCH, key, ())
 
 
@@ -222,7 +226,9 @@ LOSSES_WITHOUT_PARAMETERS = [
 def test_a_loss_that_does_not_depend_on_the_parameters_is_refused(key, n):
     for loss in LOSSES_WITHOUT_PARAMETERS:
         grad_fn = sf.make_grad(loss, accumulate=n)
-        with pytest.raises(sf.LossError, match="loss: expected a function of the parameters, got"):
+        with pytest.raises(
+            sf.errors.LossError, match="loss: expected a function of the parameters, got"
+        ):
             jax.eval_shape(grad_fn, PARAMS, BATCH, key, ())
 
 
@@ -292,7 +298,9 @@ def test_what_is_not_kept_is_computed_again(key, remat, again):
 
 
 def test_what_makes_a_policy_is_not_one():
-    with pytest.raises(sf.ConfigError, match="remat: .*save_only_these.*did you mean to call it"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="remat: .*save_only_these.*did you mean to call it"
+    ):
         rematerialized(deep_loss, jax.checkpoint_policies.save_only_these_names)
     rematerialized(deep_loss, jax.checkpoint_policies.save_only_these_names("hidden"))
 
@@ -300,6 +308,6 @@ def test_what_makes_a_policy_is_not_one():
 @pytest.mark.parametrize("remat", ["dots", 3, "save_only_these_names"])
 def test_an_unknown_policy_is_refused_when_built(remat):
     with pytest.raises(
-        sf.ConfigError, match="remat: expected None, True, a policy .*dots_saveable"
+        sf.errors.ConfigError, match="remat: expected None, True, a policy .*dots_saveable"
     ):
         sf.make_train_step(deep_loss, optax.sgd(0.1), remat=remat)

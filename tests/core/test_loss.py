@@ -84,7 +84,7 @@ def test_sums_of_float64_stay_float64():
     ],
 )
 def test_what_has_no_mean_is_refused(values, where, message):
-    with pytest.raises(sf.LossError, match=message):
+    with pytest.raises(sf.errors.LossError, match=message):
         sf.mean(values, where)
 
 
@@ -116,7 +116,7 @@ def test_shares_without_any_weight_have_the_gradients_of_the_whole():
 
 def test_a_name_of_two_labels_is_refused_since_one_of_their_means_would_be_lost():
     labels, message = jnp.arange(2), "mean_by: expected a different name for each label, got web, w"
-    with pytest.raises(sf.LossError, match=message):
+    with pytest.raises(sf.errors.LossError, match=message):
         sf.mean_by(jnp.ones(2), labels, ["web", "web"])
     assert len(sf.mean_by(jnp.ones(2), labels, ["web", "code"])) == 2
 
@@ -193,7 +193,7 @@ def test_every_form_of_a_loss_is_read_as_float32_terms(loss):
     ],
 )
 def test_a_loss_that_breaks_the_contract_is_refused_while_traced(returned, message):
-    with pytest.raises(sf.LossError, match=message):
+    with pytest.raises(sf.errors.LossError, match=message):
         jax.jit(lambda: call(lambda p, b, k: returned))()
 
 
@@ -216,7 +216,7 @@ def test_a_loss_that_breaks_the_contract_is_refused_while_traced(returned, messa
 def test_a_model_state_that_changes_its_form_is_refused(new, message):
     old = {"n": jnp.zeros(2), "m": jnp.zeros((), int)}
     loss_fn = lambda p, b, k, s: (p.sum(), {}, new)
-    with pytest.raises(sf.LossError, match=message):
+    with pytest.raises(sf.errors.LossError, match=message):
         jax.jit(lambda: call(loss_fn, stateful=True, model_state=old))()
 
 
@@ -228,7 +228,7 @@ def test_a_model_state_that_changes_its_form_is_refused(new, message):
     ],
 )
 def test_a_stateful_loss_returns_three_things(returned, message):
-    with pytest.raises(sf.LossError, match=message):
+    with pytest.raises(sf.errors.LossError, match=message):
         jax.jit(lambda: call(lambda p, b, k, s: returned, stateful=True, model_state=()))()
 
 
@@ -254,7 +254,7 @@ def test_a_stateful_loss_returns_three_things(returned, message):
     ],
 )
 def test_a_function_of_other_arguments_is_refused_when_built(loss_fn, stateful, message):
-    with pytest.raises(sf.LossError, match=message):
+    with pytest.raises(sf.errors.LossError, match=message):
         checked(loss_fn, stateful=stateful)
 
 
@@ -267,13 +267,13 @@ def test_a_metric_that_is_no_pytree_is_refused():
         pass
 
     message = "metrics/m: expected a metric that is a pytree, got Bare .*flax.struct.dataclass"
-    with pytest.raises(sf.LossError, match=message):
+    with pytest.raises(sf.errors.LossError, match=message):
         jax.jit(lambda: call(lambda p, b, k: (p.sum(), {"m": Bare()})))()
 
 
 def test_an_axis_name_that_is_not_mapped_is_refused_with_the_error_of_jax_as_its_cause():
     twice = checked(checked(lambda params, batch, key: jax.lax.psum(params.sum(), "rows")))
-    with pytest.raises(sf.LossError, match="got axis 'rows', which is not mapped") as raised:
+    with pytest.raises(sf.errors.LossError, match="got axis 'rows', which is not mapped") as raised:
         twice(jnp.ones(2), None, jax.random.key(0))
     assert isinstance(raised.value.__cause__, NameError)
     mapped = jax.vmap(twice, in_axes=(0, None, None), axis_name="rows")
@@ -337,7 +337,9 @@ def test_a_collection_with_a_loss_of_its_own_is_reported_next_to_that_of_the_ste
         assert int(trained[name].total) == int(metrics[name].total) == 12
         assert int(trained[name].count) == int(metrics[name].count) == 4
     assert metrics["loss"].compute() == 12.0
-    with pytest.raises(sf.LossError, match="metrics/loss: the name is taken; the step itself"):
+    with pytest.raises(
+        sf.errors.LossError, match="metrics/loss: the name is taken; the step itself"
+    ):
         sf.make_eval_step(lambda p, b, k: (p, {"loss": 1.0}))(state, None)
 
 
@@ -365,6 +367,6 @@ def test_of_many_leaves_the_first_are_named_and_errors_of_stepfold_are_left_alon
     loss_fn = checked(lambda params, batch, key: batch["x"])
     with pytest.raises(TypeError, match=r"batch/0 int 0, .*, batch/7 int 7, …$"):
         loss_fn(jnp.ones(2), list(range(10)), jax.random.key(0))
-    with pytest.raises(sf.LossError) as raised:
+    with pytest.raises(sf.errors.LossError) as raised:
         call(lambda p, b, key: sf.mean(p, b))
     assert not hasattr(raised.value, "__notes__")

@@ -29,17 +29,21 @@ def test_a_name_with_a_doubt_is_refused_without_a_mode(name):
     assert known_mode(name) is None
     for make, argument in (
         (lambda **mode: sf.Checkpoints("x", best=name, **mode), "best"),
-        (lambda **mode: sf.stop_early(name, patience=1, **mode), "metric"),
+        (lambda **mode: sf.hooks.stop_early(name, patience=1, **mode), "metric"),
     ):
-        with pytest.raises(sf.ConfigError, match=f"^{argument}: expected .* got .*mode='min' if"):
+        with pytest.raises(
+            sf.errors.ConfigError, match=f"^{argument}: expected .* got .*mode='min' if"
+        ):
             make()
         make(mode="min")
-    with pytest.raises(sf.ConfigError, match="write greater_is_better=True or False"):
+    with pytest.raises(sf.errors.ConfigError, match="write greater_is_better=True or False"):
         TrainingArguments(metric_for_best_model=name)
     TrainingArguments(metric_for_best_model=name, greater_is_better=True)
 
 
 def test_a_given_mode_counts_whatever_the_name():
     assert mode_of("best", "loss", "max") == "max"
-    with pytest.raises(sf.ConfigError, match="mode: expected one of 'min', 'max', got 'lowest'"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="mode: expected one of 'min', 'max', got 'lowest'"
+    ):
         mode_of("best", "loss", "lowest")

@@ -91,7 +91,9 @@ def test_perplexity_of_a_run_is_that_of_its_loss(accumulate, devices, tmp_path):
     state = start()
     if devices > 1:
         mesh = sf.make_mesh(devices=jax.devices()[:devices])
-        state = sf.place(state, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+        state = sf.sharding.place(
+            state, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        )
     train = sf.batches(examples(20), 8, seed=0, remainder="pad")
     test = lambda: sf.batches(examples(13), 8, epochs=1, remainder="pad")
     result = sf.fit(
@@ -115,7 +117,9 @@ def test_a_perplexity_without_weight_is_nan_and_one_too_large_is_infinite():
 
 
 def test_a_perplexity_of_what_is_no_number_is_refused():
-    with pytest.raises(sf.LossError, match="mean: expected real numbers as values, got complex64"):
+    with pytest.raises(
+        sf.errors.LossError, match="mean: expected real numbers as values, got complex64"
+    ):
         sf.perplexity(jnp.ones(2, jnp.complex64))
 
 
@@ -134,7 +138,7 @@ def test_one_term_is_the_loss_and_several_are_named_besides():
 @pytest.mark.parametrize("name", ["loss", "nll", "grad_norm"])
 def test_a_name_that_is_taken_is_refused(name):
     with pytest.raises(
-        sf.LossError, match=f"metrics/{name}: the name is taken; .*call yours someth"
+        sf.errors.LossError, match=f"metrics/{name}: the name is taken; .*call yours someth"
     ):
         report({"nll": sf.mean(1.0)}, {name: sf.mean(1.0)}, grad_norm=sf.mean(1.0))
 
@@ -142,13 +146,15 @@ def test_a_name_that_is_taken_is_refused(name):
 @pytest.mark.parametrize("name", ["grad_norm", "skipped"])
 def test_a_term_whose_name_is_taken_is_refused(name):
     own = {"grad_norm": sf.mean(1.0), "skipped": sf.mean(1.0)}
-    with pytest.raises(sf.LossError, match=f"loss/{name}: the name is taken; .*call your term"):
+    with pytest.raises(
+        sf.errors.LossError, match=f"loss/{name}: the name is taken; .*call your term"
+    ):
         report({name: sf.mean(1.0), "nll": sf.mean(1.0)}, {}, **own)
 
 
 def test_a_term_among_several_is_not_called_loss():
     with pytest.raises(
-        sf.LossError, match=r"a term among several cannot have that name; .*'aux', 'lo"
+        sf.errors.LossError, match=r"a term among several cannot have that name; .*'aux', 'lo"
     ):
         report({"loss": sf.mean(1.0), "aux": sf.mean(1.0)}, {})
 

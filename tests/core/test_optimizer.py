@@ -63,7 +63,7 @@ def test_parameters_may_be_given_by_their_name():
 )
 def test_an_optimizer_that_evaluates_the_loss_itself_is_told_apart(tx, said):
     message = f"tx: expected an optimizer that needs only the .*{said}.*turn off its line search"
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         trace(tx)
     trace(optax.lbfgs(0.1, linesearch=None))
 
@@ -71,7 +71,7 @@ def test_an_optimizer_that_evaluates_the_loss_itself_is_told_apart(tx, said):
 def test_a_part_that_does_not_take_what_it_says_is_named():
     sam = optax.contrib.sam(optax.sgd(0.1), UP)
     message = r"tx: expected every part .* value=loss, .*transparent_update_fn.*; put optax.Gradi"
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         trace(optax.chain(optax.clip(1.0), sam))
     trace(optax.chain(optax.clip(1.0), optax.GradientTransformation(sam.init, sam.update)))
 
@@ -91,7 +91,7 @@ def test_lookahead_on_one_set_of_parameters_is_refused_when_built(wrap):
     message = (
         r"lookahead expects optax.LookaheadParams.init_synced\(params\), got dict; .*grads.fast"
     )
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         trace(tx)
     trace(optax.sgd(0.1))
 
@@ -115,7 +115,7 @@ def test_the_promotion_of_others_stays_strict():
     ],
 )
 def test_what_is_no_optimizer_is_refused(tx, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         as_optimizer(tx)
 
 

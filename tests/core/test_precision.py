@@ -158,20 +158,25 @@ def test_loss_and_means_are_float32_in_bf16():
 @pytest.mark.parametrize("name", ["fp32", "bfloat16", 16, jnp.bfloat16, False])
 def test_an_unknown_name_is_refused(name):
     with pytest.raises(
-        sf.ConfigError, match="precision: expected one of f32, bf16, f16, a Precision or None"
+        sf.errors.ConfigError,
+        match="precision: expected one of f32, bf16, f16, a Precision or None",
     ):
         sf.make_train_step(lambda p, b, k: 0.0, optax.sgd(0.1), precision=name)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, "float99", bool, None])
 def test_a_dtype_that_does_not_float_is_refused(dtype):
-    with pytest.raises(sf.ConfigError, match="Precision.compute: expected a floating dtype, got"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="Precision.compute: expected a floating dtype, got"
+    ):
         sf.Precision(dtype)
 
 
 @pytest.mark.parametrize("keep", ["(", 3])
 def test_a_pattern_that_is_none_is_refused(keep):
-    with pytest.raises(sf.ConfigError, match="Precision.keep: expected a regular expression, got"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="Precision.keep: expected a regular expression, got"
+    ):
         sf.Precision(jnp.bfloat16, keep=keep)
 
 
@@ -181,11 +186,11 @@ def test_a_pattern_that_is_none_is_refused(keep):
 def test_f16_without_a_scale_is_refused_when_built():
     for tx in (optax.adam(0.1), optax.chain(sf.dynamic_loss_scale(optax.adam(0.1)))):
         with pytest.raises(
-            sf.ConfigError, match="precision='f16': gradients underflow in float16; wr"
+            sf.errors.ConfigError, match="precision='f16': gradients underflow in float16; wr"
         ):
             sf.make_train_step(lambda p, b, k: 0.0, tx, precision="f16")
     half = sf.Precision(jnp.float16)
-    with pytest.raises(sf.ConfigError, match="gradients underflow in float16"):
+    with pytest.raises(sf.errors.ConfigError, match="gradients underflow in float16"):
         sf.make_train_step(lambda p, b, k: 0.0, optax.adam(0.1), precision=half)
 
 
@@ -193,7 +198,9 @@ def test_f16_without_a_scale_is_refused_when_built():
 def test_a_scale_inside_another_optimizer_is_refused(wrap):
     tx = wrap(sf.dynamic_loss_scale(optax.sgd(1.0)))
     state = sf.init_state(jnp.ones(()), tx, jax.random.key(0))
-    with pytest.raises(sf.ConfigError, match="dynamic_loss_scale: expected it once and around"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="dynamic_loss_scale: expected it once and around"
+    ):
         sf.make_train_step(lambda p, b, k: sf.mean(p * b), tx)(state, jnp.ones(2))
 
 
@@ -339,7 +346,9 @@ def test_a_model_state_that_overflows_alone_skips_what_is_wrapped_too():
     ],
 )
 def test_a_scale_that_cannot_be_is_refused(options):
-    with pytest.raises(sf.ConfigError, match="dynamic_loss_scale: expected 0 < minimum <= initial"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="dynamic_loss_scale: expected 0 < minimum <= initial"
+    ):
         sf.dynamic_loss_scale(optax.adam(0.1), **options)
-    with pytest.raises(sf.ConfigError, match="tx: expected an optax transformation"):
+    with pytest.raises(sf.errors.ConfigError, match="tx: expected an optax transformation"):
         sf.dynamic_loss_scale(0.1)

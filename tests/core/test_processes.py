@@ -7,11 +7,7 @@ import pytest
 
 import stepfold as sf
 from stepfold.core import processes
-from stepfold.core.processes import (
-    KeyValues,
-    agreement,
-    broadcast_from_first,
-)
+from stepfold.core.processes import KeyValues, agreement, broadcast_from_first
 
 
 class Service:
@@ -68,7 +64,7 @@ def test_values_are_gathered_in_order_and_not_kept(service):
 def test_agreement_raises_the_error_of_another_process(service):
     answer(service, "agreement", "OSError: disk", "", "")
     message = "not saved: process 1 raised OSError: disk"
-    with pytest.raises(sf.CheckpointError, match=message), agreement("not saved"):
+    with pytest.raises(sf.errors.CheckpointError, match=message), agreement("not saved"):
         pass
     with pytest.raises(KeyError, match="own"), agreement("not saved"):
         raise KeyError("own")
@@ -82,7 +78,7 @@ def test_without_an_answer_the_late_process_is_named_unless_there_is_an_own_erro
 ):
     monkeypatch.setattr(processes, "DEFAULT_TIMEOUT", 0.2)
     message = "not saved: expected an answer from every process, got none from process 1 in 0.2 s"
-    with pytest.raises(sf.PeerTimeoutError, match=message), agreement("not saved"):
+    with pytest.raises(sf.errors.PeerTimeoutError, match=message), agreement("not saved"):
         pass
     with pytest.raises(KeyError, match="own"), agreement("not saved"):
         raise KeyError("own")

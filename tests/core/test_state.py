@@ -295,7 +295,7 @@ def test_without_a_plan_the_optimizer_lies_where_the_parameters_lie(key):
     ],
 )
 def test_parameters_that_cannot_be_trained_are_refused(key, params, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         sf.init_state(params, optax.sgd(0.1), key)
 
 
@@ -309,7 +309,7 @@ def test_parameters_that_cannot_be_trained_are_refused(key, params, message):
 )
 def test_what_is_no_key_is_refused(key):
     with pytest.raises(
-        sf.ConfigError, match=r"key: expected one PRNG key, got .*jax.random.key\(0\)"
+        sf.errors.ConfigError, match=r"key: expected one PRNG key, got .*jax.random.key\(0\)"
     ):
         sf.init_state(init, optax.sgd(0.1), key)
 
@@ -322,17 +322,17 @@ def test_what_is_no_key_is_refused(key):
     ],
 )
 def test_a_stateful_init_that_gives_no_pair_is_refused(key, made, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         sf.init_state(made, optax.sgd(0.1), key, stateful=True)
 
 
 def test_a_model_state_holds_arrays(key):
-    with pytest.raises(sf.ConfigError, match="model_state/f: expected an array, got"):
+    with pytest.raises(sf.errors.ConfigError, match="model_state/f: expected an array, got"):
         sf.init_state((jnp.ones(2), {"f": jnp.tanh}), optax.sgd(0.1), key, stateful=True)
 
 
 def test_an_optimizer_that_is_none_is_refused(key):
-    with pytest.raises(sf.ConfigError, match=r"tx: .*did you mean to call it"):
+    with pytest.raises(sf.errors.ConfigError, match=r"tx: .*did you mean to call it"):
         sf.init_state(init, optax.adam, key)
 
 
@@ -352,7 +352,7 @@ def test_an_optimizer_that_is_none_is_refused(key):
     ],
 )
 def test_what_makes_no_parameters_is_refused(made, said):
-    with pytest.raises(sf.ConfigError, match=said):
+    with pytest.raises(sf.errors.ConfigError, match=said):
         sf.init_state(made, optax.sgd(0.1), jax.random.key(0))
 
 
@@ -365,7 +365,7 @@ def test_a_model_that_needs_an_example_is_refused_with_what_to_give():
         def __call__(self, x): ...
 
     with pytest.raises(
-        sf.ConfigError, match=r"init: Dense makes its .*; give model.init\(key, exam"
+        sf.errors.ConfigError, match=r"init: Dense makes its .*; give model.init\(key, exam"
     ):
         sf.init_state(Dense(), optax.sgd(0.1), jax.random.key(0))
 
@@ -375,7 +375,7 @@ def test_a_mesh_or_a_plan_of_parameters_alone_is_no_plan(sharding):
     message = (
         "sharding: expected one for the whole state, got (Mesh|dict) .*; give sf.make_sharding"
     )
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         sf.init_state(init, optax.sgd(0.1), jax.random.key(0), sharding=sharding())
 
 
@@ -385,9 +385,9 @@ def test_what_was_donated_is_refused_by_its_path_and_what_is_there_or_traced_is_
     jax.eval_shape(check_not_donated, state)
     jax.jit(lambda x: x + 1, donate_argnums=0)(state["b"]["c"])
     words = "^state/b/c, …: the arrays were donated to an earlier call and are gone; go on with the"
-    with pytest.raises(sf.ConfigError, match=words):
+    with pytest.raises(sf.errors.ConfigError, match=words):
         check_not_donated(state)
-    with pytest.raises(sf.ConfigError, match="^state, …: the arrays were donated"):
+    with pytest.raises(sf.errors.ConfigError, match="^state, …: the arrays were donated"):
         check_not_donated(state["b"]["c"])
 
 
@@ -406,7 +406,7 @@ def test_a_state_tells_how_far_it_is():
 def test_states_that_are_stacked_are_refused_where_one_is_folded():
     states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), small())
     step = jax.vmap(sf.make_train_step(lambda p, x, key: sf.mean(x @ p["w"]), optax.adam(1.0)))
-    with pytest.raises(sf.ConfigError, match=r"step: .* got int32\[2\]; train stacked"):
+    with pytest.raises(sf.errors.ConfigError, match=r"step: .* got int32\[2\]; train stacked"):
         sf.fit(step, states, [jnp.ones((2, 4, 3))])
 
 

@@ -160,7 +160,7 @@ def test_an_optimizer_that_changes_the_form_of_its_state_is_refused():
         r"^state: expected the same structure, shapes and dtypes from the step, got\n"
         r"  state/opt_state/trace/b: expected float32\[\], got bfloat"
     )
-    with pytest.raises(sf.TreeMismatchError, match=message):
+    with pytest.raises(sf.errors.TreeMismatchError, match=message):
         jax.eval_shape(step, state, BATCH)
 
 
@@ -171,7 +171,7 @@ def test_the_state_of_another_optimizer_is_refused():
         r"made with another optimizer(.|\n)*opt_state/0/trace/w: missing, expected float32\[3\]"
         r"(.|\n)*make_train_step the same tx\."
     )
-    with pytest.raises(sf.TreeMismatchError, match=message):
+    with pytest.raises(sf.errors.TreeMismatchError, match=message):
         jax.eval_shape(step, state, BATCH)
 
 
@@ -179,7 +179,7 @@ def test_the_state_of_other_parameters_is_refused():
     state, step = make()
     other = state._replace(params={"w": jnp.ones(4), "b": jnp.ones(())})
     message = r"for other parameters:\n  opt_state/0/mu/w: expected float32\[4\], got float32\[3\]"
-    with pytest.raises(sf.TreeMismatchError, match=message):
+    with pytest.raises(sf.errors.TreeMismatchError, match=message):
         jax.eval_shape(step, other, BATCH)
 
 
@@ -189,7 +189,7 @@ def test_what_is_no_state_is_refused(state):
     evaluate = sf.make_eval_step(loss_fn)
     for function in (step, evaluate):
         with pytest.raises(
-            sf.ConfigError, match="state: expected a TrainState, got .*init_state mak"
+            sf.errors.ConfigError, match="state: expected a TrainState, got .*init_state mak"
         ):
             function(state, BATCH)
 
@@ -197,10 +197,12 @@ def test_what_is_no_state_is_refused(state):
 def test_what_holds_a_state_is_told_from_one_and_others_by_their_module():
     state, step = make()
     held = sf.FitResult(state, 0, {}, "", best=None, resumed=None)
-    with pytest.raises(sf.ConfigError, match=r"got stepfold.*FitResult; give its .state"):
+    with pytest.raises(sf.errors.ConfigError, match=r"got stepfold.*FitResult; give its .state"):
         step(held, BATCH)
     other = type("TrainState", (), {"__module__": "flax.training.train_state"})()
-    with pytest.raises(sf.ConfigError, match="got flax.training.train_state.TrainState; sf.init"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="got flax.training.train_state.TrainState; sf.init"
+    ):
         step(other, BATCH)
 
 
@@ -213,7 +215,7 @@ def bad(batch):
 
 @pytest.mark.parametrize("value", ["no", None, 1])
 def test_skipping_is_asked_for_or_not(value):
-    with pytest.raises(sf.ConfigError, match="skip_nonfinite: expected True or False, got"):
+    with pytest.raises(sf.errors.ConfigError, match="skip_nonfinite: expected True or False, got"):
         make(skip_nonfinite=value)
 
 
@@ -238,7 +240,7 @@ def test_a_skipped_step_weighs_nothing_when_merged():
 
 def test_a_metric_may_not_take_the_place_of_what_is_skipped():
     state, step = make(lambda p, b, k: (p["b"], {"skipped": sf.mean(1.0)}), skip_nonfinite=True)
-    with pytest.raises(sf.LossError, match="metrics/skipped: the name is taken"):
+    with pytest.raises(sf.errors.LossError, match="metrics/skipped: the name is taken"):
         jax.eval_shape(step, state, NO_MASK)
 
 
@@ -345,20 +347,20 @@ def test_grad_may_return_a_bare_loss():
 @pytest.mark.parametrize(
     ("returned", "error", "message"),
     [
-        ((1.0,), sf.ConfigError, r"grad: expected \(grads, loss, .*, got a tuple of 1"),
-        (None, sf.ConfigError, r"grad: expected \(grads, loss, .*, got NoneType None"),
+        ((1.0,), sf.errors.ConfigError, r"grad: expected \(grads, loss, .*, got a tuple of 1"),
+        (None, sf.errors.ConfigError, r"grad: expected \(grads, loss, .*, got NoneType None"),
         (
             ({"w": ones(3)}, 0.0, {}, ()),
-            sf.TreeMismatchError,
+            sf.errors.TreeMismatchError,
             r"grad: expected gradients in the form of the parameters, got\n  grads/b: missing",
         ),
         (
             ({"w": ones(3, jnp.bfloat16), "b": 0.0}, 0.0, {}, ()),
-            sf.TreeMismatchError,
+            sf.errors.TreeMismatchError,
             r"grads/w: expected float32\[3\], got bfloat16\[3\]",
         ),
-        (({"w": ones(3), "b": 0.0}, None, {}, ()), sf.LossError, "loss: expected a number"),
-        (({"w": ones(3), "b": 0.0}, 0.0, [], ()), sf.LossError, "metrics: expected a dict"),
+        (({"w": ones(3), "b": 0.0}, None, {}, ()), sf.errors.LossError, "loss: expected a number"),
+        (({"w": ones(3), "b": 0.0}, 0.0, [], ()), sf.errors.LossError, "metrics: expected a dict"),
     ],
 )
 def test_what_another_gradient_returns_is_held_to_the_contract(wrap, returned, error, message):
@@ -391,30 +393,32 @@ def test_grad_is_given_the_options_that_it_takes():
 
 def test_a_grad_that_cannot_do_what_is_asked_says_so_when_built():
     message = "grad: expected a function that accepts accumulate=, got grad; add the keyword"
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         make(accumulate=2, grad=per_example_clipping(1.0))
-    with pytest.raises(sf.ConfigError, match="that accepts stateful=, got grad; add the keyword"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="that accepts stateful=, got grad; add the keyword"
+    ):
         make(lambda p, b, k, s: 0.0, stateful=True, grad=per_example_clipping(1.0))
-    with pytest.raises(sf.ConfigError, match="grad: expected a function of a loss"):
+    with pytest.raises(sf.errors.ConfigError, match="grad: expected a function of a loss"):
         make(grad="vmap")
 
 
 def test_partial_with_another_value_of_an_option_is_refused():
     message = "grad: expected a partial without accumulate=, got accumulate=4; pass it as make_tr"
     for grad in (sf.make_grad, lambda loss_fn, **options: None):
-        with pytest.raises(sf.ConfigError, match=message):
+        with pytest.raises(sf.errors.ConfigError, match=message):
             make(grad=functools.partial(grad, accumulate=4))
-        with pytest.raises(sf.ConfigError, match=message):
+        with pytest.raises(sf.errors.ConfigError, match=message):
             make(grad=functools.partial(grad, accumulate=4), accumulate=2)
-    with pytest.raises(sf.ConfigError, match="without stateful=, got stateful=True"):
+    with pytest.raises(sf.errors.ConfigError, match="without stateful=, got stateful=True"):
         make(grad=functools.partial(sf.make_grad, stateful=True))
 
 
 def test_a_loss_or_an_optimizer_that_is_none_is_refused_when_built():
     words = r"expected a function loss_fn\(params, batch, key\), got"
-    with pytest.raises(sf.LossError, match=words):
+    with pytest.raises(sf.errors.LossError, match=words):
         sf.make_train_step(optax.sgd(0.1), loss_fn)
-    with pytest.raises(sf.ConfigError, match="tx: expected an optax transformation"):
+    with pytest.raises(sf.errors.ConfigError, match="tx: expected an optax transformation"):
         sf.make_train_step(loss_fn, optax.adam)
 
 
@@ -449,9 +453,9 @@ def test_an_eval_step_has_the_key_of_the_step_to_come():
 
 def test_an_eval_step_holds_the_loss_to_its_contract():
     state, _ = make()
-    with pytest.raises(sf.LossError, match="loss: expected a scalar"):
+    with pytest.raises(sf.errors.LossError, match="loss: expected a scalar"):
         jax.eval_shape(sf.make_eval_step(lambda p, b, k: p["w"]), state, BATCH)
-    with pytest.raises(sf.ConfigError, match="precision: expected one of"):
+    with pytest.raises(sf.errors.ConfigError, match="precision: expected one of"):
         sf.make_eval_step(loss_fn, precision="half")
 
 
@@ -477,15 +481,19 @@ def observed(tx, **functions):
 )
 def test_what_is_no_number_is_named(function, said):
     step, state = observed(optax.sgd(0.1), rate=function)
-    with pytest.raises(sf.ConfigError, match=said):
+    with pytest.raises(sf.errors.ConfigError, match=said):
         step(state, jnp.zeros(4))
 
 
 def test_arguments_are_checked():
     step, state = observed(optax.sgd(0.1), loss=lambda state: 0.0)
-    with pytest.raises(sf.ConfigError, match="other names than the step's own metrics, got loss"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="other names than the step's own metrics, got loss"
+    ):
         step(state, jnp.zeros(4))
-    with pytest.raises(sf.ConfigError, match="observe: expected a step .* got None"):
+    with pytest.raises(sf.errors.ConfigError, match="observe: expected a step .* got None"):
         sf.observe(None)
-    with pytest.raises(sf.ConfigError, match="rate: expected a function of the state, got float 0"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="rate: expected a function of the state, got float 0"
+    ):
         sf.observe(squares, rate=0.1)

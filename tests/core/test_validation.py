@@ -28,24 +28,26 @@ def test_integers_of_any_library_become_python_integers():
 
 @pytest.mark.parametrize("value", [0, -1, True, np.True_, 1.0, "2", None, np.ones(2, int)])
 def test_what_is_not_an_integer_is_refused(value):
-    with pytest.raises(sf.ConfigError, match="pack: rows: expected an integer of at least 1, got"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="pack: rows: expected an integer of at least 1, got"
+    ):
         read_integer("pack: rows", value)
 
 
 @pytest.mark.parametrize("value", [0, -0.5, math.nan, True, "3", None])
 def test_what_is_not_positive_is_refused(value):
-    with pytest.raises(sf.ConfigError, match="rate: expected a number above 0, got "):
+    with pytest.raises(sf.errors.ConfigError, match="rate: expected a number above 0, got "):
         read_positive("rate", value)
 
 
 def test_a_choice_is_one_of_the_strings():
     assert read_choice("remainder", "drop", ["drop", "keep"]) == "drop"
     with pytest.raises(
-        sf.ConfigError,
+        sf.errors.ConfigError,
         match="remainder: expected one of 'drop', 'keep', got 'dorp'; did you mean 'drop'",
     ):
         read_choice("remainder", "dorp", ["drop", "keep"])
-    with pytest.raises(sf.ConfigError, match="got 3"):
+    with pytest.raises(sf.errors.ConfigError, match="got 3"):
         read_choice("remainder", 3, ["drop", "keep"])
 
 

@@ -147,7 +147,7 @@ def test_rows_are_counted_without_padding(pipeline, processes, data):
     step = data.draw(st.integers(0, len(parts[0]) - 1))
     try:
         own = [len(seen(part.at(step))) for part in parts]
-    except sf.DataError:  # it does not divide over the processes
+    except sf.errors.DataError:  # it does not divide over the processes
         return
     assert [part.count_rows(step) for part in parts] == [(rows, sum(own)) for rows in own]
     assert sf.prefetch(parts[0]).count_rows(step) == (own[0], sum(own))
@@ -192,12 +192,14 @@ def test_position_of_other_batches_is_refused(other, says):
     options = {"source": np.arange(8), "batch_size": 4, "seed": 0, "epochs": 2}
     saved = batches(**options, start=1).get_state()
     stream = batches(**{**options, **other})
-    with pytest.raises(sf.DataError, match=says) as caught:
+    with pytest.raises(sf.errors.DataError, match=says) as caught:
         stream.set_state(saved)
     assert str(caught.value).endswith("make them as they were, or make new ones with start=1")
     assert stream.get_state()["step"] == 0
     for state in (None, {}, b"state", {"step": 1, "pipeline": 2}):
-        with pytest.raises(sf.DataError, match="a state that get_state.* by another kind of"):
+        with pytest.raises(
+            sf.errors.DataError, match="a state that get_state.* by another kind of"
+        ):
             stream.set_state(state)
 
 
@@ -251,7 +253,7 @@ def test_pad_combines_with_a_mask_of_the_source(dtype):
     ],
 )
 def test_pad_refuses_batches_that_cannot_have_a_mask(source, collate, says):
-    with pytest.raises(sf.DataError, match=says):
+    with pytest.raises(sf.errors.DataError, match=says):
         next(batches(source, 2, remainder="pad", collate=collate))
 
 
@@ -349,16 +351,16 @@ def test_process_of_jax_is_read_with_the_first_batch(monkeypatch):
 def test_batch_size_that_does_not_divide_is_refused():
     share = {"process_index": 0, "process_count": 4}
     says = "batch_size: expected a multiple of the 4 processes, got 6 from step 0 on; give 4 or 8"
-    with pytest.raises(sf.DataError, match=says):
+    with pytest.raises(sf.errors.DataError, match=says):
         next(batches(np.arange(20), 6, **share))
-    with pytest.raises(sf.DataError, match="got 3 from step 9 on; give 4 or 4"):
+    with pytest.raises(sf.errors.DataError, match="got 3 from step 9 on; give 4 or 4"):
         next(batches(np.arange(20), [(0, 8), (9, 3)], **share))
 
 
 def test_incomplete_batch_that_does_not_divide_is_refused_at_the_first():
     share = {"process_index": 0, "process_count": 2, "remainder": "keep"}
     stream = batches(np.arange(11), 4, **share)
-    with pytest.raises(sf.DataError, match="got 3 rows at step 2; use remainder='pad'"):
+    with pytest.raises(sf.errors.DataError, match="got 3 rows at step 2; use remainder='pad'"):
         next(stream)
     assert [len(batch) for batch in batches(np.arange(10), 4, epochs=1, **share)] == [2, 2, 1]
 
@@ -386,15 +388,15 @@ def test_incomplete_batch_that_does_not_divide_is_refused_at_the_first():
     ],
 )
 def test_invalid_arguments_are_refused_when_given(options, says):
-    with pytest.raises(sf.ConfigError, match=says):
+    with pytest.raises(sf.errors.ConfigError, match=says):
         batches(**{"source": np.arange(8), "batch_size": 4, **options})
 
 
 def test_sources_without_a_full_batch_are_refused():
-    with pytest.raises(sf.DataError, match="source: expected examples, got none"):
+    with pytest.raises(sf.errors.DataError, match="source: expected examples, got none"):
         batches([], 4)
     says = "batch_size: expected at most the 3 examples of the source, got 4, .* remainder='pad'"
-    with pytest.raises(sf.DataError, match=says):
+    with pytest.raises(sf.errors.DataError, match=says):
         batches(np.arange(3), 4)
     assert len(batches(np.arange(3), 4, epochs=1, remainder="keep")) == 1
 
@@ -411,9 +413,13 @@ def test_error_of_a_transform_names_the_example_which_can_be_tried_again():
 
 
 def test_functions_that_return_none_are_refused():
-    with pytest.raises(sf.DataError, match="transform: expected an example, got None for index 0"):
+    with pytest.raises(
+        sf.errors.DataError, match="transform: expected an example, got None for index 0"
+    ):
         next(batches(np.arange(8), 4, transform=lambda example: None))
-    with pytest.raises(sf.DataError, match="collate: expected a batch, got None; return the batch"):
+    with pytest.raises(
+        sf.errors.DataError, match="collate: expected a batch, got None; return the batch"
+    ):
         next(batches(np.arange(8), 4, collate=lambda examples: None))
 
 
@@ -432,5 +438,5 @@ def test_functions_that_return_none_are_refused():
     ],
 )
 def test_invalid_ranges_are_refused(ranges, says):
-    with pytest.raises(sf.ConfigError, match=says):
+    with pytest.raises(sf.errors.ConfigError, match=says):
         batches(numbered(20), 2, epochs=2).without(ranges)

@@ -15,7 +15,7 @@ from stepfold.data.collate import collate
 ROWS = [np.array([1, 2, 3], np.int32), np.array([4, 5, 6, 7, 8], np.int32)]
 
 
-def refuses(message, error=sf.DataError):
+def refuses(message, error=sf.errors.DataError):
     return pytest.raises(error, match=re.escape(message))
 
 
@@ -64,7 +64,7 @@ def test_each_key_is_padded_with_its_own_value():
     assert list(batch) == ["ids", "labels", "at", "mask"]
     flags = [np.array([True])]
     assert collate(flags, length=2, pad=True)["tokens"].tolist() == [[True, True]]
-    with refuses("pad: expected a value of bool for tokens, got 2", sf.ConfigError):
+    with refuses("pad: expected a value of bool for tokens, got 2", sf.errors.ConfigError):
         collate(flags, length=2, pad=2)
 
 
@@ -232,7 +232,7 @@ def test_leaves_that_do_not_stack_are_refused():
 )
 def test_invalid_arguments_are_refused(options, message):
     example = {"ids": np.array([1, 2]), "w": np.array([1, 2], np.uint8)}
-    with refuses(message, sf.ConfigError):
+    with refuses(message, sf.errors.ConfigError):
         collate([example], **{"length": 3, **options})
 
 
@@ -325,5 +325,5 @@ def test_traced_examples_that_make_no_batch_are_refused(examples, message):
 def test_numbers_beside_traced_ones_have_to_fit_too():
     with refuses("example 1, tokens: expected integers that fit int32, which jax reads them as"):
         jax.jit(lambda x: collate([x, [2**40]], length=2))(jnp.arange(2))
-    with refuses("pad: expected a value of int32 for tokens, got 0.5", sf.ConfigError):
+    with refuses("pad: expected a value of int32 for tokens, got 0.5", sf.errors.ConfigError):
         jax.jit(lambda x: collate([x], length=3, pad=0.5))(jnp.arange(2))

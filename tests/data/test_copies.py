@@ -182,9 +182,9 @@ def test_a_batch_that_is_made_again_after_an_error_has_the_examples_as_they_were
 
 def test_a_masked_array_stays_one_that_is_refused():
     masked = np.ma.masked_array([1, 2], [False, True])
-    with pytest.raises(sf.DataError, match="masked array"):
+    with pytest.raises(sf.errors.DataError, match="masked array"):
         next(sf.batches(lambda: iter([masked] * 2), 2))
-    with pytest.raises(sf.DataError, match="masked array"):
+    with pytest.raises(sf.errors.DataError, match="masked array"):
         next(sf.batches([masked] * 2, 2, transform=lambda x: x))
 
 

@@ -62,5 +62,5 @@ def test_spans_equal_those_found_step_by_step(length, segments, drop, epochs):
     ],
 )
 def test_invalid_batch_sizes_are_refused(size, says):
-    with pytest.raises(sf.ConfigError, match=says):
+    with pytest.raises(sf.errors.ConfigError, match=says):
         read_sizes(size)

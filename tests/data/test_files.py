@@ -51,19 +51,51 @@ def test_paths_patterns_and_lists_are_read_in_their_order(tmp_path):
 @pytest.mark.parametrize(
     ("paths", "kind", "says"),
     [
-        ([], sf.ConfigError, r"files: expected a path, a URL, or a list of these, got list \[\]"),
-        (3, sf.ConfigError, "got int 3; give a pattern such as 'corpus/"),
-        ("none-*.txt", sf.DataError, "files: expected files, got none that fit .*none-"),
-        ("a/1.txt/b.txt", sf.DataError, "that can be read, got .*a/1.txt/b.txt: Not a directory"),
-        ("none.txt", sf.DataError, r"files: expected files that exist, got .*none.txt: no such"),
-        ("a", sf.DataError, "got a directory: .*/a; give a pattern of the files in it"),
-        (["a/1.txt", "a/*.txt"], sf.DataError, "expected each file once, got .*a/1.txt twice"),
-        ("a/1.log", sf.DataError, "one suffix of jsonl, .*, got .*a/1.log; give file_format=…"),
-        (["a/1.txt", "a/1.jsonl"], sf.DataError, "expected files of one suffix of jsonl"),
-        ("a/1.jsonl.gz", sf.DataError, "found by number, got a .gz file; decompress it, or read"),
-        ("a/zip.txt", sf.DataError, r"a/zip.txt: expected rows .*, got a gzip file; decompress"),
-        ("a/empty.txt", sf.DataError, "files: expected rows, got none in 1 files"),
-        ("s3://bucket/a.parquet", sf.DataError, "paths for parquet, got s3://.*; copy the files"),
+        (
+            [],
+            sf.errors.ConfigError,
+            r"files: expected a path, a URL, or a list of these, got list \[\]",
+        ),
+        (3, sf.errors.ConfigError, "got int 3; give a pattern such as 'corpus/"),
+        ("none-*.txt", sf.errors.DataError, "files: expected files, got none that fit .*none-"),
+        (
+            "a/1.txt/b.txt",
+            sf.errors.DataError,
+            "that can be read, got .*a/1.txt/b.txt: Not a directory",
+        ),
+        (
+            "none.txt",
+            sf.errors.DataError,
+            r"files: expected files that exist, got .*none.txt: no such",
+        ),
+        ("a", sf.errors.DataError, "got a directory: .*/a; give a pattern of the files in it"),
+        (
+            ["a/1.txt", "a/*.txt"],
+            sf.errors.DataError,
+            "expected each file once, got .*a/1.txt twice",
+        ),
+        (
+            "a/1.log",
+            sf.errors.DataError,
+            "one suffix of jsonl, .*, got .*a/1.log; give file_format=…",
+        ),
+        (["a/1.txt", "a/1.jsonl"], sf.errors.DataError, "expected files of one suffix of jsonl"),
+        (
+            "a/1.jsonl.gz",
+            sf.errors.DataError,
+            "found by number, got a .gz file; decompress it, or read",
+        ),
+        (
+            "a/zip.txt",
+            sf.errors.DataError,
+            r"a/zip.txt: expected rows .*, got a gzip file; decompress",
+        ),
+        ("a/empty.txt", sf.errors.DataError, "files: expected rows, got none in 1 files"),
+        (
+            "s3://bucket/a.parquet",
+            sf.errors.DataError,
+            "paths for parquet, got s3://.*; copy the files",
+        ),
     ],
 )
 def test_invalid_paths_are_refused(paths, kind, says, tmp_path, monkeypatch):
@@ -81,9 +113,11 @@ def test_invalid_paths_are_refused(paths, kind, says, tmp_path, monkeypatch):
 
 def test_invalid_arguments_are_refused(tmp_path):
     pattern = write(tmp_path, {"1": "1\n"})
-    with pytest.raises(sf.ConfigError, match=r"file_format: expected one of 'jsonl', .* got 'csv'"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"file_format: expected one of 'jsonl', .* got 'csv'"
+    ):
         sf.files(pattern, file_format="csv")
-    with pytest.raises(sf.ConfigError, match="parse: expected a function"):
+    with pytest.raises(sf.errors.ConfigError, match="parse: expected a function"):
         sf.files(pattern, parse=3)
     source = sf.files(pattern)
     for index in (1, -2):
@@ -95,7 +129,9 @@ def test_invalid_arguments_are_refused(tmp_path):
 def test_a_package_that_is_missing_is_named(package, tmp_path, monkeypatch):
     monkeypatch.setattr(file_formats, "find_spec", lambda name: None)
     suffix = "parquet" if package == "pyarrow" else package
-    with pytest.raises(sf.ConfigError, match=f"files: expected {package}, .* run pip install"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=f"files: expected {package}, .* run pip install"
+    ):
         sf.files(write(tmp_path, {"1": ""}, suffix))
 
 
@@ -120,7 +156,7 @@ def test_json_is_read_and_parsed(tmp_path):
 def test_an_invalid_row_is_named(content, suffix, says, tmp_path):
     source = sf.files(write(tmp_path, {"1": content}, suffix))
     assert source[0] in (1, "1")
-    with pytest.raises(sf.DataError, match=says):
+    with pytest.raises(sf.errors.DataError, match=says):
         source[1]
 
 
@@ -164,7 +200,9 @@ def test_rows_of_binary_formats_are_found(write_all, group, tmp_path):
     assert pickle.loads(pickle.dumps(sf.files(f"{tmp_path}/*")))[0] == sf.files(f"{tmp_path}/*")[0]
     other = tmp_path / f"3.{'parquet' if write_all is write_parquet else 'array_record'}"
     os.utime(other, (1, 1))
-    with pytest.raises(sf.DataError, match="expected the file that was there when the source was"):
+    with pytest.raises(
+        sf.errors.DataError, match="expected the file that was there when the source was"
+    ):
         source[12]
 
 
@@ -183,7 +221,7 @@ def test_a_group_of_parquet_is_read_once(tmp_path, monkeypatch):
     ("suffix", "says"), [("parquet", "a Parquet file"), ("array_record", "an ArrayRecord file")]
 )
 def test_another_format_is_refused(suffix, says, tmp_path):
-    with pytest.raises(sf.DataError, match=f"1.{suffix}: expected {says}, got"):
+    with pytest.raises(sf.errors.DataError, match=f"1.{suffix}: expected {says}, got"):
         sf.files(write(tmp_path, {"1": "no such format" * 9}, suffix))
 
 
@@ -352,7 +390,7 @@ def test_an_index_with_other_offsets_is_refused(tmp_path, monkeypatch):
             index.write_bytes(damaged)
             try:
                 assert list(sf.files(pattern)) == lines
-            except sf.DataError as error:
+            except sf.errors.DataError as error:
                 assert "1.txt.index: expected the offsets of lines in" in str(error)  # noqa: PT017
 
 
@@ -427,7 +465,7 @@ def test_a_slice_is_a_source_of_these_rows(tmp_path):
     assert list(pickle.loads(pickle.dumps(rest))) == list(rest)
     with pytest.raises(IndexError, match="files: expected an index below 2, got 2"):
         held_out[2]
-    with pytest.raises(sf.DataError, match="source"):
+    with pytest.raises(sf.errors.DataError, match="source"):
         sf.batches(source[6:], 2)
     failing = sf.files(pattern, parse=int)[2:]
     with pytest.raises(ValueError, match="invalid") as caught:
@@ -513,21 +551,23 @@ def test_a_position_in_files_whose_rows_have_moved_is_refused(contents, says, tm
     state = position(pattern)
     assert resume(pattern, state) == ["c", "d"]
     write(tmp_path, contents)
-    with pytest.raises(sf.DataError, match=says):
+    with pytest.raises(sf.errors.DataError, match=says):
         resume(pattern, state)
 
 
 def test_a_position_in_other_files_is_refused(tmp_path):
     state = position(write(tmp_path, ROWS))
     (tmp_path / "3.txt").rename(tmp_path / "0.txt")
-    with pytest.raises(sf.DataError, match="source .*: 0.txt"):
+    with pytest.raises(sf.errors.DataError, match="source .*: 0.txt"):
         resume(f"{tmp_path}/*.txt", state)
     (tmp_path / "0.txt").unlink()
-    with pytest.raises(sf.DataError, match="source was 3 files and is 2 of them;"):
+    with pytest.raises(sf.errors.DataError, match="source was 3 files and is 2 of them;"):
         resume(f"{tmp_path}/*.txt", state)
     swapped = [tmp_path / "2.txt", tmp_path / "1.txt"]
     state = position(swapped)
-    with pytest.raises(sf.DataError, match="source was 2 files and is 2 of them, in another order"):
+    with pytest.raises(
+        sf.errors.DataError, match="source was 2 files and is 2 of them, in another order"
+    ):
         resume(swapped[::-1], state)
 
 
@@ -542,10 +582,10 @@ def test_a_position_in_another_slice_is_refused(tmp_path):
         (whole, slice(1, 5), r"rows were all and are range\(1, 5\)"),
         (part, slice(None), r"rows were range\(1, 5\) and are all"),
     ):
-        with pytest.raises(sf.DataError, match=says):
+        with pytest.raises(sf.errors.DataError, match=says):
             resume(pattern, state, lambda source, rows=rows: source[rows])
     write(tmp_path, {"4": "f\n"})
-    with pytest.raises(sf.DataError, match=r"new or have other rows: 4.txt"):
+    with pytest.raises(sf.errors.DataError, match=r"new or have other rows: 4.txt"):
         resume(pattern, part, lambda source: source[1:])
 
 
@@ -567,7 +607,7 @@ def test_a_moved_folder_is_the_same(tmp_path):
 
 
 def test_a_fingerprint_of_many_files_is_short(tmp_path, monkeypatch):
-    monkeypatch.setattr("stepfold.data.files._DIGESTS", 3)
+    monkeypatch.setattr(sys.modules["stepfold.data.files"], "_DIGESTS", 3)
     contents = {f"{i}": "a\n" for i in range(8)}
     pattern = write(tmp_path, contents)
     state = position(pattern)
@@ -575,7 +615,7 @@ def test_a_fingerprint_of_many_files_is_short(tmp_path, monkeypatch):
     write(tmp_path, {"4": "a\nb\n"})
     with (
         pytest.warns(UserWarning, match="which changed since"),
-        pytest.raises(sf.DataError, match=r"rows: 3.txt, 4.txt, 5.txt; make"),
+        pytest.raises(sf.errors.DataError, match=r"rows: 3.txt, 4.txt, 5.txt; make"),
     ):
         resume(pattern, state)
 
@@ -596,9 +636,11 @@ def test_positions_of_mixtures_and_packing_know_the_files(tmp_path):
     with pytest.warns(UserWarning, match="expected the contents"):
         packed(True).set_state(states[1])
     write(tmp_path, {"2": "c\n", "3": "d\ne\n"})
-    with pytest.raises(sf.DataError, match=r"another mixture: in 'web', the source .*2.txt, 3.txt"):
+    with pytest.raises(
+        sf.errors.DataError, match=r"another mixture: in 'web', the source .*2.txt, 3.txt"
+    ):
         resume(pattern, states[0], mixed)
-    with pytest.raises(sf.DataError, match=r"source .*: 2.txt, 3.txt"):
+    with pytest.raises(sf.errors.DataError, match=r"source .*: 2.txt, 3.txt"):
         packed(True).set_state(states[1])
 
 
@@ -619,12 +661,14 @@ def test_a_source_of_a_user_may_have_a_fingerprint():
     make = lambda fingerprint: sf.batches(Numbered(fingerprint), 2)
     state = json.loads(json.dumps(make(("v1", 3)).get_state()))
     make(("v1", 3)).set_state(state)
-    with pytest.raises(sf.DataError, match=r"source was \['v1', 3\] and is \['v2', 3\]"):
+    with pytest.raises(sf.errors.DataError, match=r"source was \['v1', 3\] and is \['v2', 3\]"):
         make(("v2", 3)).set_state(state)
     packed = lambda fingerprint: sf.pack(Numbered(fingerprint), length=4)
-    with pytest.raises(sf.DataError, match="source was 'v1' and is 'v2'"):
+    with pytest.raises(sf.errors.DataError, match="source was 'v1' and is 'v2'"):
         packed("v2").set_state(packed("v1").get_state())
-    with pytest.raises(sf.DataError, match="source: fingerprint: expected a value that JSON can"):
+    with pytest.raises(
+        sf.errors.DataError, match="source: fingerprint: expected a value that JSON can"
+    ):
         make({1, 2})
 
 
@@ -633,7 +677,7 @@ def test_a_position_that_was_saved_without_a_fingerprint_is_read(tmp_path):
     state = position(pattern, list)
     assert state["pipeline"]["source"] is None
     assert resume(pattern, state) == ["c", "d"]
-    with pytest.raises(sf.DataError, match=r"source was \{'files': 3, "):
+    with pytest.raises(sf.errors.DataError, match=r"source was \{'files': 3, "):
         resume(pattern, position(pattern), list)
 
 
@@ -670,7 +714,7 @@ def test_files_in_object_storage_are_read_in_ranges(server, tmp_path, monkeypatc
         assert list(again.examples(slice(0, 300))) == lines
         assert len(proxy.log) - opened < 12
     server.write(f"{name}/a/2.txt", "\n".join(reversed(lines[200:])).encode())
-    with pytest.raises(sf.DataError, match=r"2.txt.*: expected the file that was there"):
+    with pytest.raises(sf.errors.DataError, match=r"2.txt.*: expected the file that was there"):
         pickle.loads(pickle.dumps(source))[250]
     with pytest.warns(UserWarning, match="which changed since"):
         changed = sf.files(server.url(f"{name}/a/*.txt"))
@@ -680,15 +724,15 @@ def test_files_in_object_storage_are_read_in_ranges(server, tmp_path, monkeypatc
 
 def test_missing_objects_and_errors_of_the_server_are_errors_of_data(server, tmp_path):
     with pytest.raises(
-        sf.DataError, match=r"expected files that exist, got s3://.*none.txt.*no su"
+        sf.errors.DataError, match=r"expected files that exist, got s3://.*none.txt.*no su"
     ):
         sf.files(server.url(f"{tmp_path.name}/none.txt"))
-    with pytest.raises(sf.DataError, match="none that fit"):
+    with pytest.raises(sf.errors.DataError, match="none that fit"):
         sf.files(server.url(f"{tmp_path.name}/*.txt"))
     server.write(f"{tmp_path.name}/1.txt", b"a\nb")
     fault = lambda number, method, name: 403 if method == "PUT" else None
     with Proxy(server, fault) as proxy:
-        with pytest.raises(sf.DataError, match="cannot be written: .*credentials") as caught:
+        with pytest.raises(sf.errors.DataError, match="cannot be written: .*credentials") as caught:
             sf.files(proxy.url(f"{tmp_path.name}/1.txt"))
         assert "index=a directory" in caught.value.__notes__[0]
         assert list(sf.files(proxy.url(f"{tmp_path.name}/1.txt"), index=tmp_path)) == ["a", "b"]

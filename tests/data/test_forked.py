@@ -72,7 +72,7 @@ def prefetch_in_two_processes():
         code = 3
         try:
             next(stream)
-        except sf.DataError as error:
+        except sf.errors.DataError as error:
             code = 0 if "make the batches in that process" in str(error) else 4
         finally:
             os._exit(code)

@@ -94,7 +94,7 @@ def test_batches_of_a_mixture_have_a_mask_and_refuse_another_position():
     stream = batches(mix(mixture, seed=0), 4, remainder="pad")
     assert stream.at(3)["mask"].all()
     other = batches(mix([(mixture[0][0], 3), (mixture[1][0], 1)], seed=0), 4, remainder="pad")
-    with pytest.raises(sf.DataError, match=r"mixture: weights were \[2, 1\] and are \[3, 1"):
+    with pytest.raises(sf.errors.DataError, match=r"mixture: weights were \[2, 1\] and are \[3, 1"):
         other.set_state(stream.get_state())
 
 
@@ -108,7 +108,7 @@ def test_batches_of_a_mixture_have_a_mask_and_refuse_another_position():
 )
 def test_sources_with_other_examples_are_refused_without_a_transform(parts, says):
     mixture = mix([(part, 1) for part in parts])
-    with pytest.raises(sf.DataError, match=says):
+    with pytest.raises(sf.errors.DataError, match=says):
         next(batches(mixture, 2))
     assert next(batches(mixture, 2, transform=lambda example: 0)).tolist() == [0, 0]
 
@@ -130,16 +130,18 @@ def test_sources_with_other_examples_are_refused_without_a_transform(parts, says
     ],
 )
 def test_invalid_sources_and_weights_are_refused(sources, says):
-    with pytest.raises(sf.ConfigError, match=says):
+    with pytest.raises(sf.errors.ConfigError, match=says):
         mix(sources)
 
 
 def test_invalid_seed_index_and_source_are_refused():
-    with pytest.raises(sf.ConfigError, match="mix: seed: expected an integer of at least 0, got -"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="mix: seed: expected an integer of at least 0, got -"
+    ):
         mix([([0], 1)], seed=-1)
     with pytest.raises(IndexError, match="expected an index of at least 0, got -1: there is no en"):
         mix([([0], 1)])[-1]
-    with pytest.raises(sf.DataError, match="expected examples, got none") as caught:
+    with pytest.raises(sf.errors.DataError, match="expected examples, got none") as caught:
         mix([([0], 1), ([], 1)])
     assert caught.value.__notes__ == ["reading source 1 of the mixture"]
 
@@ -174,14 +176,18 @@ def test_each_example_has_the_number_of_its_source(weights, size, step, is_list)
 
 def test_nested_mixtures_each_have_a_key_and_examples_without_keys_none():
     inner = mix([({"x": np.zeros(2)}, 1), ({"x": np.ones(2)}, 1)], source_key="inner")
-    with pytest.raises(sf.DataError, match="dicts without 'inner'.*one that has it.*another key"):
+    with pytest.raises(
+        sf.errors.DataError, match="dicts without 'inner'.*one that has it.*another key"
+    ):
         next(batches(mix([(inner, 1)], source_key="inner"), 2))
     batch = next(batches(mix([(inner, 1)], source_key="outer"), 2))
     assert {key: batch[key].tolist() for key in batch} == {
         "x": [0, 1], "inner": [0, 1], "outer": [0, 0]
     }  # fmt: skip
     for source in (np.ones(3), [1, 2, 3]):
-        with pytest.raises(sf.DataError, match="mix: source_key: expected examples that are dicts"):
+        with pytest.raises(
+            sf.errors.DataError, match="mix: source_key: expected examples that are dicts"
+        ):
             next(batches(mix([(source, 1)], source_key="source"), 2))
 
 
@@ -190,7 +196,7 @@ def test_weights_of_a_stage_may_be_given_by_name():
     by_name = mix(parts, stages=[(5, {"b": 0, "a": 1})])
     in_order = mix(list(parts.values()), stages=[(5, (1, 0))])
     assert which(by_name, 0, 20).tolist() == which(in_order, 0, 20).tolist()
-    with pytest.raises(sf.ConfigError, match="with 2 weights as there are sources"):
+    with pytest.raises(sf.errors.ConfigError, match="with 2 weights as there are sources"):
         mix(parts, stages=[(5, {"a": 1})])
 
 
@@ -205,6 +211,6 @@ def test_damaged_weights_in_a_position_are_refused(weights):
     weights = [weights] if isinstance(weights, list) else weights
     stream = sf.batches(sf.mix([(np.arange(9), 1), (np.arange(9), 1)]), 2)
     before = stream.get_state()
-    with pytest.raises(sf.DataError, match="^state: weights: expected "):
+    with pytest.raises(sf.errors.DataError, match="^state: weights: expected "):
         stream.set_state({**before, "step": 1, "weights": weights})
     assert stream.get_state() == before

@@ -15,7 +15,7 @@ import stepfold as sf
 from stepfold.data.packing import block_diagonal_mask, pack, plan_rows
 
 
-def refuses(message, error=sf.DataError):
+def refuses(message, error=sf.errors.DataError):
     return pytest.raises(error, match=re.escape(message))
 
 
@@ -196,9 +196,9 @@ def test_examples_that_cannot_be_packed_are_refused(examples, message):
     ],
 )
 def test_invalid_arguments_are_refused_when_given(options, message):
-    with refuses(message, sf.ConfigError):
+    with refuses(message, sf.errors.ConfigError):
         pack([[1]], **{"length": 3, **options})
-    with refuses("pack: pad: expected some of ['tokens'], got 'ids'", sf.ConfigError):
+    with refuses("pack: pad: expected some of ['tokens'], got 'ids'", sf.errors.ConfigError):
         next(pack([[1]], length=3, pad={"ids": 1}))
 
 
@@ -380,10 +380,12 @@ def test_a_position_past_the_rows_of_its_window_is_refused():
 
 
 def test_a_seed_is_refused_where_the_order_is_that_of_the_source():
-    with refuses("pack: seed: expected none for a stream, which has its own order", sf.ConfigError):
+    with refuses(
+        "pack: seed: expected none for a stream, which has its own order", sf.errors.ConfigError
+    ):
         pack(Lengths(LENGTHS), length=6, seed=0)
     mixture = sf.mix([(numbered(LENGTHS), 1), (numbered(LENGTHS), 1)])
-    with refuses("pack: seed: expected none for an infinite source", sf.ConfigError):
+    with refuses("pack: seed: expected none for an infinite source", sf.errors.ConfigError):
         pack(mixture, length=6, seed=0)
 
 

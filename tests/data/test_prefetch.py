@@ -149,11 +149,11 @@ def test_refused_state_changes_nothing():
     stream, whole = sf.prefetch(numbered(), size=3), seen(numbered())
     other = numbered(seed=1, start=3).get_state()
     for step in range(3):
-        with pytest.raises(sf.DataError, match="seed was 1 and is 0"):
+        with pytest.raises(sf.errors.DataError, match="seed was 1 and is 0"):
             stream.set_state(other)
         assert (next(stream)["x"].tolist(), stream.get_state()["step"]) == (whole[step], step + 1)
     assert seen(stream) == whole[3:]
-    with pytest.raises(sf.DataError, match="seed was 1 and is 0"):
+    with pytest.raises(sf.errors.DataError, match="seed was 1 and is 0"):
         stream.set_state(other)
     assert list(stream) == []
 
@@ -163,7 +163,9 @@ def test_batches_without_a_state_are_refused_on_resume():
     next(stream)
     for name in ("get_state", "set_state"):
         assert not hasattr(stream, name)
-        with pytest.raises(sf.DataError, match="expected batches with get_state.*got list_iterato"):
+        with pytest.raises(
+            sf.errors.DataError, match="expected batches with get_state.*got list_iterato"
+        ):
             getattr(stream, name)
     with pytest.raises(AttributeError, match="Prefetch has no attribute 'at'"):
         stream.at  # noqa: B018
@@ -281,9 +283,13 @@ def test_a_batch_that_could_not_be_placed_is_placed_again():
         with pytest.raises(MemoryError):
             next(stream)
     assert list(stream) == [20, 30]
-    with pytest.raises(sf.DataError, match="^sharding: StopIteration came up while a batch was p"):
+    with pytest.raises(
+        sf.errors.DataError, match="^sharding: StopIteration came up while a batch was p"
+    ):
         next(sf.prefetch([1], sharding=lambda batch: next(iter(()))))
-    with pytest.raises(sf.DataError, match="sharding: expected a batch, got None; return what"):
+    with pytest.raises(
+        sf.errors.DataError, match="sharding: expected a batch, got None; return what"
+    ):
         next(sf.prefetch([1], sharding=lambda batch: None))
 
 
@@ -307,7 +313,7 @@ Elsewhere = type("Elsewhere", (SingleDeviceSharding,), {"is_fully_addressable": 
     ],
 )
 def test_invalid_arguments_are_refused(options, says):
-    kind = sf.DataError if "batches" in options else sf.ConfigError
+    kind = sf.errors.DataError if "batches" in options else sf.errors.ConfigError
     with pytest.raises(kind, match=says):
         sf.prefetch(**{"batches": [1], **options})
 

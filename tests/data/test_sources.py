@@ -55,7 +55,7 @@ INDICES = np.array([6, 0, 6])
     ],
 )
 def test_invalid_sources_are_refused(source, says):
-    with pytest.raises(sf.DataError, match=says):
+    with pytest.raises(sf.errors.DataError, match=says):
         read_source(source)
 
 
@@ -124,7 +124,9 @@ def test_batch_has_the_structure_of_the_source(source):
 def test_text_is_read_but_not_batched():
     rows = ArraySource({"text": np.array(["a", "b"])})
     assert rows.examples(slice(0, 1)) == [{"text": "a"}]
-    with pytest.raises(sf.DataError, match=r"source/text: expected numbers .* with transform=…"):
+    with pytest.raises(
+        sf.errors.DataError, match=r"source/text: expected numbers .* with transform=…"
+    ):
         rows.take(slice(0, 1))
 
 
@@ -164,10 +166,14 @@ def test_examples_are_read_by_python_integers_at_once_if_possible_and_stacked(ki
 
 
 def test_missing_examples_are_refused():
-    with pytest.raises(sf.DataError, match="got None as example 6 of the source; filter out .*to_"):
+    with pytest.raises(
+        sf.errors.DataError, match="got None as example 6 of the source; filter out .*to_"
+    ):
         SequenceSource([0, 1, 2, 3, 4, 5, None]).take(INDICES)
     short = type("Short", (AtOnce,), {"__getitems__": lambda self, indices: [X[0]]})
-    with pytest.raises(sf.DataError, match=r"3 examples of __getitems__\(\[6, 0, 6\]\), got 1"):
+    with pytest.raises(
+        sf.errors.DataError, match=r"3 examples of __getitems__\(\[6, 0, 6\]\), got 1"
+    ):
         SequenceSource(short(list(X))).take(INDICES)
 
 
@@ -176,7 +182,9 @@ def test_a_source_that_has_grown_is_refused():
     stream = sf.batches(AtOnce(rows), 2)
     next(stream)
     rows.append(X[0])
-    with pytest.raises(sf.DataError, match="expected the 8 examples it had when.*got 9; make new"):
+    with pytest.raises(
+        sf.errors.DataError, match="expected the 8 examples it had when.*got 9; make new"
+    ):
         next(stream)
 
 
@@ -203,7 +211,7 @@ def test_error_of_the_source_names_the_example():
     ],
 )
 def test_examples_that_do_not_stack_are_refused(examples, says):
-    with pytest.raises(sf.DataError, match=says):
+    with pytest.raises(sf.errors.DataError, match=says):
         stack(examples, [7, 9])
 
 
@@ -243,7 +251,7 @@ def test_stacking_equals_converting_each_leaf(data):
     examples = data.draw(st.lists(example, min_size=1, max_size=4))
     expected = stacked_one_by_one(examples)
     if expected is None:
-        with pytest.raises(sf.DataError, match="expected"):
+        with pytest.raises(sf.errors.DataError, match="expected"):
             stack(examples, range(len(examples)))
         return
     batch = stack(examples, range(len(examples)))
@@ -275,10 +283,12 @@ def test_dataset_of_hugging_face_is_a_source(form):
 def test_text_of_hugging_face_is_encoded_by_a_transform():
     encode = lambda example: {"code": ord(example["text"])}
     assert next(sf.batches(FACES, 3, transform=encode))["code"].tolist() == [97, 98, 99]
-    with pytest.raises(sf.DataError, match="text: expected numbers, got str 'a' at index 0"):
+    with pytest.raises(sf.errors.DataError, match="text: expected numbers, got str 'a' at index 0"):
         next(sf.batches(FACES, 3))
     splits = datasets.DatasetDict(train=FACES, test=FACES)
-    with pytest.raises(sf.DataError, match="give one of its values, which are called 'train', 't"):
+    with pytest.raises(
+        sf.errors.DataError, match="give one of its values, which are called 'train', 't"
+    ):
         sf.batches(splits, 3)
 
 
@@ -288,7 +298,7 @@ def test_infinite_dataset_of_grain_has_its_own_order():
     stream = sf.batches(endless, 5, start=10**9)
     assert next(stream).tolist() == [endless[5 * 10**9 + i] for i in range(5)]
     with pytest.raises(
-        sf.ConfigError, match="no seed and no epochs for an infinite source, .* got seed=0"
+        sf.errors.ConfigError, match="no seed and no epochs for an infinite source, .* got seed=0"
     ):
         sf.batches(endless, 5, seed=0)
     noisy = sf.batches(endless, 5, seed=0, transform=lambda x, rng: rng.normal(x))
@@ -299,6 +309,6 @@ def test_filtered_dataset_of_grain_is_refused():
     squares = grain.MapDataset.range(10).map(lambda x: {"x": x * x})
     assert SequenceSource(squares).take(INDICES)["x"].tolist() == [36, 0, 36]
     even = grain.MapDataset.range(10).filter(lambda x: x % 2 == 0)
-    with pytest.raises(sf.DataError, match="got None as example 1 of .*to_iter_dataset"):
+    with pytest.raises(sf.errors.DataError, match="got None as example 1 of .*to_iter_dataset"):
         next(sf.batches(even, 4))
     assert next(sf.batches(even.to_iter_dataset(), 4)).tolist() == [0, 2, 4, 6]

@@ -140,7 +140,9 @@ def test_stream_with_set_epoch_gets_the_epoch_and_cannot_start_one_that_was_rest
     restored.read()
     restored.restore(0, json.loads(restored.position()))
     restored.start(0)
-    with pytest.raises(sf.DataError, match="starts epoch 0 from its beginning, got one that was r"):
+    with pytest.raises(
+        sf.errors.DataError, match="starts epoch 0 from its beginning, got one that was r"
+    ):
         restored.read()
 
 
@@ -154,7 +156,7 @@ def test_stream_without_a_state_is_saved_but_not_resumed():
         "got step 2 of a stream, but a stream of type generator has no state of its own; .* the 16 "
         r"examples of epoch 0 that were read, as in sf.batches\(itertools.islice\(stream, 16, None"
     )
-    with pytest.raises(sf.DataError, match=says):
+    with pytest.raises(sf.errors.DataError, match=says):
         other.set_state(saved)
     assert next(other).tolist() == list(range(8))  # and it is where it was
     by_hand = batches(itertools.islice(iter(range(40)), saved["row"], None), 8)
@@ -166,7 +168,9 @@ def test_position_at_the_start_and_at_the_end_needs_no_state():
     fresh = batches(iter(range(8)), 4)
     fresh.set_state(saved)
     assert next(fresh).tolist() == [0, 1, 2, 3]
-    with pytest.raises(sf.DataError, match="got one that has been read up to step 1; an iterator"):
+    with pytest.raises(
+        sf.errors.DataError, match="got one that has been read up to step 1; an iterator"
+    ):
         fresh.set_state(saved)
     assert len(list(fresh)) == 1
     ended = batches(iter(range(8)), 4)
@@ -190,7 +194,7 @@ def test_position_of_other_batches_is_refused(other, says):
     options = {"source": grains(), "batch_size": 4}
     stream = batches(**options)
     next(stream)
-    with pytest.raises(sf.DataError, match=says):
+    with pytest.raises(sf.errors.DataError, match=says):
         batches(**{**options, **other}).set_state(stream.get_state())
 
 
@@ -230,7 +234,7 @@ def test_state_of_a_stream_is_serialized_as_json(kind, state):
     for lost in (object(), {"a": {1, 2}}, b"\xff"):
         stream = batches(kind(lost), 2)
         next(stream)
-        with pytest.raises(sf.DataError, match="but its state cannot be written as JSON: "):
+        with pytest.raises(sf.errors.DataError, match="but its state cannot be written as JSON: "):
             batches(kind(lost), 2).set_state(stream.get_state())
 
 
@@ -243,7 +247,7 @@ def test_error_while_a_state_is_set_names_the_setter():
     assert caught.value.__notes__ == ["setting the state of the stream with its own set_state()"]
     same(next(stream), next(other))  # the position has not changed
     plain = batches((x for x in range(4)), 2)
-    with pytest.raises(sf.DataError, match="a stream with its own state, .* got generator"):
+    with pytest.raises(sf.errors.DataError, match="a stream with its own state, .* got generator"):
         plain.set_state({**plain.get_state(), "stream": {"json": {"next_index": 3}}})
 
 
@@ -257,7 +261,7 @@ def test_shuffle_buffer_of_hugging_face_is_found_in_nested_datasets():
         next(stream)
         assert list(stream.get_state()["stream"]) == [key]
         if key == "lost":
-            with pytest.raises(sf.DataError, match="the examples in its shuffle buffer"):
+            with pytest.raises(sf.errors.DataError, match="the examples in its shuffle buffer"):
                 batches(source, 2).set_state(stream.get_state())
 
 
@@ -274,33 +278,39 @@ def test_shuffle_buffer_of_hugging_face_is_found_in_nested_datasets():
     ],
 )
 def test_arguments_that_a_stream_cannot_have_are_refused(options, says):
-    with pytest.raises(sf.ConfigError, match=says):
+    with pytest.raises(sf.errors.ConfigError, match=says):
         batches(**{"source": iter(range(8)), "batch_size": 4, **options})
 
 
 def test_epoch_without_a_batch_is_refused():
     says = "at most the 3 examples of the stream, got 4, and remainder='drop' .* remainder='pad'"
-    with pytest.raises(sf.DataError, match=says):
+    with pytest.raises(sf.errors.DataError, match=says):
         next(batches(lambda: range(3), 4))
-    with pytest.raises(sf.DataError, match="expected examples, got none in epoch 0 of the stream"):
+    with pytest.raises(
+        sf.errors.DataError, match="expected examples, got none in epoch 0 of the stream"
+    ):
         next(batches(iter([]), 4))
     used = iter(range(4))
     stream = batches(lambda: used, 4)
     next(stream)
-    with pytest.raises(sf.DataError, match="none in epoch 1 of the stream; if it can be read only"):
+    with pytest.raises(
+        sf.errors.DataError, match="none in epoch 1 of the stream; if it can be read only"
+    ):
         next(stream)
-    with pytest.raises(sf.DataError, match="got one that makes int 3; return an iterable"):
+    with pytest.raises(sf.errors.DataError, match="got one that makes int 3; return an iterable"):
         next(batches(lambda: 3, 2))
 
 
 def test_batch_that_does_not_divide_or_fails_is_refused_and_not_lost():
     share = {"process_index": 0, "process_count": 2}
-    with pytest.raises(sf.DataError, match="expected a multiple of the 2 processes, got 3 from"):
+    with pytest.raises(
+        sf.errors.DataError, match="expected a multiple of the 2 processes, got 3 from"
+    ):
         next(batches(iter(range(9)), 3, **share))
     stream = batches(iter(range(7)), 4, remainder="keep", **share)
     next(stream)
     for _ in range(2):
-        with pytest.raises(sf.DataError, match="got 3 rows at step 1; use remainder='pad'"):
+        with pytest.raises(sf.errors.DataError, match="got 3 rows at step 1; use remainder='pad'"):
             next(stream)
     stream = batches(iter(range(8)), 4, collate=lambda examples: 1 // examples[0])
     with pytest.raises(ZeroDivisionError) as caught:
@@ -343,13 +353,17 @@ def test_an_error_in_a_batch_that_is_left_out_can_be_retried():
     resumed = batches(Fallible(None), 2).without(skipped)
     resumed.set_state(saved)
     assert next(resumed).tolist() == [12, 13]
-    with pytest.raises(sf.DataError, match=r"that skip \[\(2, 6\)\] before batch 4.* skip \[\]"):
+    with pytest.raises(
+        sf.errors.DataError, match=r"that skip \[\(2, 6\)\] before batch 4.* skip \[\]"
+    ):
         batches(Fallible(None), 2).set_state(saved)
 
 
 def test_batches_that_were_read_cannot_be_left_out():
     stream = batches(lambda: range(20), 2)
     assert [next(stream).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
-    with pytest.raises(sf.ConfigError, match=r"expected ranges from batch 2 on, .* got \[\(1, 3\)"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"expected ranges from batch 2 on, .* got \[\(1, 3\)"
+    ):
         stream.without([(1, 3)])
     assert next(stream.without([(2, 4)])).tolist() == [8, 9]

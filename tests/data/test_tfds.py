@@ -111,7 +111,7 @@ def test_versions_splits_and_builders(folder, tmp_path):
     assert repr(old) == "tfds_source(digits/1.0.0 train[:10%]: 150 examples)"
     builder = tfds.builder_from_directory(folder / "digits" / "1.0.0")
     assert (sf.tfds_source(builder, "train")[7]["image"] == old[7]["image"]).all()
-    with pytest.raises(sf.DataError, match="digits/1.0.0 to be prepared in .*, got nothing"):
+    with pytest.raises(sf.errors.DataError, match="digits/1.0.0 to be prepared in .*, got nothing"):
         sf.tfds_source(Digits(data_dir=tmp_path), "train")
 
 
@@ -125,7 +125,7 @@ def test_versions_splits_and_builders(folder, tmp_path):
 def test_position_of_another_version_or_split_is_refused(folder, other, says):
     saved = sf.batches(sf.tfds_source("digits", "train", data_dir=folder), 32).get_state()
     sf.batches(sf.tfds_source("digits:1.1.0", "train", data_dir=folder), 32).set_state(saved)
-    with pytest.raises(sf.DataError, match=says):
+    with pytest.raises(sf.errors.DataError, match=says):
         sf.batches(sf.tfds_source(*other, data_dir=folder), 32).set_state(saved)
 
 
@@ -137,7 +137,7 @@ def test_position_of_another_version_or_split_is_refused(folder, other, says):
     ],
 )
 def test_missing_dataset_is_refused_and_not_prepared(folder, name, says):
-    with pytest.raises(sf.DataError, match=says):
+    with pytest.raises(sf.errors.DataError, match=says):
         sf.tfds_source(name, "train", data_dir=folder)
     assert not (folder / "mnist").exists()
 
@@ -149,7 +149,7 @@ def test_parquet_is_refused(tmp_path):
     assert len(builder.as_data_source("train")) < 1500  # why
     says = "expected digits/1.0.0 as array_record, got parquet, of which .* reads only a part"
     for dataset, options in (("digits", {"data_dir": tmp_path}), (builder, {})):
-        with pytest.raises(sf.DataError, match=says):
+        with pytest.raises(sf.errors.DataError, match=says):
             sf.tfds_source(dataset, "train", **options)
 
 
@@ -161,7 +161,7 @@ def test_tfrecord_is_refused(folder, tmp_path):
         text = path.read_bytes().replace(b"array_record", b"tfrecord")
         (copy / path.name.replace("array_record", "tfrecord")).write_bytes(text)
     says = "got tfrecord, which only TensorFlow reads, .* the pipeline that tfds.load makes"
-    with pytest.raises(sf.DataError, match=says):
+    with pytest.raises(sf.errors.DataError, match=says):
         sf.tfds_source("digits", "train", data_dir=tmp_path)
 
 
@@ -176,5 +176,5 @@ def test_tfrecord_is_refused(folder, tmp_path):
     ],
 )
 def test_invalid_arguments_are_refused(folder, arguments, says):
-    with pytest.raises(sf.ConfigError, match=says):
+    with pytest.raises(sf.errors.ConfigError, match=says):
         sf.tfds_source(*arguments, data_dir=folder)

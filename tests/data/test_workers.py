@@ -107,26 +107,34 @@ def nothing_is_left():
 
 @pytest.mark.parametrize("count", [-1, 1.5, True, "two"])
 def test_a_count_that_is_no_count_is_refused(count):
-    with pytest.raises(sf.ConfigError, match="count: expected an integer of at least 0, got"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="count: expected an integer of at least 0, got"
+    ):
         sf.workers(make(), count)
 
 
 def test_ahead_is_at_least_one_and_not_too_large():
-    with pytest.raises(sf.ConfigError, match="ahead: expected an integer of at least 1, got 0"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="ahead: expected an integer of at least 1, got 0"
+    ):
         sf.workers(make(), 2, ahead=0)
-    with pytest.raises(sf.ConfigError, match="ahead: expected at most 60 .* got 61; give a larger"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="ahead: expected at most 60 .* got 61; give a larger"
+    ):
         sf.workers(make(), 2, ahead=61)
 
 
 @pytest.mark.parametrize("batches", [[1, 2], iter([1]), range(3), DATA])
 def test_batches_without_random_access_are_refused(batches):
-    with pytest.raises(sf.DataError, match="workers: expected sf.batches, or an iterator with"):
+    with pytest.raises(
+        sf.errors.DataError, match="workers: expected sf.batches, or an iterator with"
+    ):
         sf.workers(batches, 2)
 
 
 def test_prefetched_batches_and_workers_of_workers_are_refused():
     for wrapped in (sf.prefetch(make()), sf.workers(make(), 0)):
-        with pytest.raises(sf.DataError, match=r"sf.prefetch\(sf.workers\(batches, 2\)\)"):
+        with pytest.raises(sf.errors.DataError, match=r"sf.prefetch\(sf.workers\(batches, 2\)\)"):
             sf.workers(wrapped, 2)
 
 
@@ -135,20 +143,22 @@ def test_batches_that_depend_on_the_run_are_refused():
         def read_state(self, state):
             self.state = state
 
-    with pytest.raises(sf.DataError, match="do not depend on the state of the run"):
+    with pytest.raises(sf.errors.DataError, match="do not depend on the state of the run"):
         sf.workers(Actor(), 2)
 
 
 def test_systems_without_shared_descriptors_are_refused(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     assert len(sf.workers(make(epochs=1, remainder="pad"), 0)) == 13
-    with pytest.raises(sf.ConfigError, match="expected Linux or macOS, got win32; give count=0"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="expected Linux or macOS, got win32; give count=0"
+    ):
         sf.workers(make(), 2)
 
 
 def test_what_only_cloudpickle_can_send_is_refused_without_it(monkeypatch):
     monkeypatch.setattr(shared_memory, "find_spec", lambda name: None)
-    with pytest.raises(sf.ConfigError, match=r"pip install 'stepfold\[workers\]'"):
+    with pytest.raises(sf.errors.ConfigError, match=r"pip install 'stepfold\[workers\]'"):
         next(sf.workers(make(), 2))
 
 
@@ -306,9 +316,9 @@ def test_errors_and_deaths_are_raised_at_their_batch_and_warnings_are_shown():
             assert __file__ in text
             assert 'raise KeyError("ten")' in text
         expected = {
-            7: (sf.DataError, "batch of step 7 raised .*OwnError: fourteen"),
-            9: (sf.DataError, "batch of step 9, got 3 that died .* the last by SIGSEGV"),
-            11: (sf.DataError, "only numpy and Python in the batch of step 11"),
+            7: (sf.errors.DataError, "batch of step 7 raised .*OwnError: fourteen"),
+            9: (sf.errors.DataError, "batch of step 9, got 3 that died .* the last by SIGSEGV"),
+            11: (sf.errors.DataError, "only numpy and Python in the batch of step 11"),
             13: (UserWarning, "twenty-six"),
             14: (SystemExit, "3"),
         }
@@ -455,7 +465,7 @@ def test_batches_that_cannot_be_loaded_are_an_error_with_the_traceback():
     for _ in range(2):
         stream = sf.workers(sf.batches(range(9), 3, transform=lambda x: (fails, x)[1]), 2)
         with pytest.raises(
-            sf.DataError, match="load (.|\n)* got ZeroDivisionError(.|\n)*Traceback"
+            sf.errors.DataError, match="load (.|\n)* got ZeroDivisionError(.|\n)*Traceback"
         ):
             next(stream)
 
@@ -464,7 +474,7 @@ def test_batches_that_cannot_be_loaded_are_an_error_with_the_traceback():
 def test_batches_that_hold_arrays_of_jax_are_refused():
     scale = jnp.ones(())
     stream = sf.workers(sf.batches(range(9), 3, transform=lambda x: x * np.asarray(scale)), 2)
-    with pytest.raises(sf.DataError, match="without running jax(.|\n)*give numpy arrays"):
+    with pytest.raises(sf.errors.DataError, match="without running jax(.|\n)*give numpy arrays"):
         next(stream)
 
 
@@ -477,7 +487,7 @@ def test_batches_that_kill_every_nursery_are_an_error():
 
     kills = Kills()
     stream = sf.workers(sf.batches(range(9), 3, transform=lambda x: (kills, x)[1]), 2)
-    with pytest.raises(sf.DataError, match="step 0, got 3 that died .* the last by SIGSEGV"):
+    with pytest.raises(sf.errors.DataError, match="step 0, got 3 that died .* the last by SIGSEGV"):
         next(stream)
 
 

@@ -111,7 +111,7 @@ def replace_at(step):
     def hook(event):
         if event.step == step:
             halved = jax.tree.map(lambda leaf: leaf / 2, event.state.params)
-            return sf.Replace(event.state._replace(params=halved), "halved")
+            return sf.hooks.Replace(event.state._replace(params=halved), "halved")
         return None
 
     hook.needs_exact_state = True
@@ -220,7 +220,7 @@ def test_runs_on_other_meshes_compare_rows(first, tmp_path):
 
 
 def test_other_log_points_and_hooks_compare_by_what_they_share(first, tmp_path):
-    found = diff(first, train(tmp_path / "b", log_every=7, hooks=[sf.throughput()]))
+    found = diff(first, train(tmp_path / "b", log_every=7, hooks=[sf.hooks.throughput()]))
     assert (found.step, found.equal_until) == (None, 60)  # by checkpoints
     assert any("log_every" in other for other in found.others)
 

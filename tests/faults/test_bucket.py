@@ -46,14 +46,14 @@ def check_after_a_kill(url, done):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert restored(url).step >= max([2, *done])
-    problems = sf.verify(url)
+    problems = sf.checkpoint.verify(url)
     assert len(problems) >= 2
     assert not any(problems.values())
     newest = max(problems)
     with sf.Checkpoints(url, keep=2) as series:
         for step in (newest + 1, newest + 2):
             series.save(tree(step), step=step)
-    assert sf.verify(url) == {newest + 1: [], newest + 2: []}
+    assert sf.checkpoint.verify(url) == {newest + 1: [], newest + 2: []}
     left = open_store(url).other_names()
     assert len(left) <= 2
     with pytest.MonkeyPatch.context() as patch:
@@ -146,7 +146,7 @@ def races(url, credentials, go, value):
         try:
             sf.save(url, {"value": np.full(3, value)}, step=step)
             print(step)
-        except sf.CheckpointError as error:
+        except sf.errors.CheckpointError as error:
             if f"expected a new step, got {step}, which is there already" not in str(error):
                 raise
 
@@ -179,12 +179,12 @@ def saves_at_google(endpoint):
             series.save({"w": np.full(3, step)}, step=step)
     try:
         sf.save(url, {"w": np.zeros(3)}, step=4)
-    except sf.CheckpointError as error:
+    except sf.errors.CheckpointError as error:
         print(str(error).partition("; ")[0])
     store = open_store(url)
     assert store.set_aside(4) == "4.damaged"
     restored = sf.restore(url, {"w": np.zeros(3, int)})
-    print(sf.verify(url), restored.state, store.other_names())
+    print(sf.checkpoint.verify(url), restored.state, store.other_names())
 
 
 def test_google_cloud_storage_takes_the_same_requests(forks):
@@ -219,17 +219,17 @@ def test_a_run_resumes_from_a_bucket_as_if_it_was_not_cut(server, tmp_path):
 
     with pytest.raises(OSError, match="cut here"):
         run(url, tmp_path / "run", hooks=cut)
-    cut_at = sf.latest_step(url)
+    cut_at = sf.checkpoint.latest_step(url)
     result = run(url, tmp_path / "run")
     assert (result.resumed, result.steps) == (cut_at, course.STEPS)
     assert network.bits(result.state) == network.bits(whole.state)
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert rows == (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
-    assert sf.verify(url).keys() >= {35, course.STEPS}
-    assert result.best in sf.verify(url)
+    assert sf.checkpoint.verify(url).keys() >= {35, course.STEPS}
+    assert result.best in sf.checkpoint.verify(url)
     assert not (tmp_path / "run" / "checkpoints").exists()
     with pytest.raises(
-        sf.ConfigError, match=r"resume=False: expected a directory without .* s3://"
+        sf.errors.ConfigError, match=r"resume=False: expected a directory without .* s3://"
     ):
         run(url, tmp_path / "new", resume=False)
 
@@ -269,7 +269,7 @@ def test_a_run_waits_once_for_a_server_that_fails(
     with s3.Proxy(server, fail) as proxy:
         checkpoints = sf.Checkpoints(proxy.url(f"{tmp_path.name}/run"), every=7)
         run_dir = sf.RunDirectory(tmp_path, upload=proxy.url(f"{tmp_path.name}/files"))
-        with pytest.raises(sf.CheckpointError, match="cannot be"):
+        with pytest.raises(sf.errors.CheckpointError, match="cannot be"):
             course.run(run_dir=run_dir, checkpoints=checkpoints, hooks=hook)
         seconds = time.monotonic() - failed_at[0]
         is_over.set()
@@ -286,9 +286,9 @@ def test_a_server_that_recovers_is_used_again(server, tmp_path, monkeypatch):
             series.save(state, step=1)
             series.wait()
             is_down.set()
-            with pytest.raises(sf.CheckpointError, match="did not answer"):
+            with pytest.raises(sf.errors.CheckpointError, match="did not answer"):
                 series.save(state, step=2)
             is_down.clear()
             is_over.set()
             series.save(state, step=3)
-        assert sf.verify(proxy.url(tmp_path.name)) == {1: [], 3: []}
+        assert sf.checkpoint.verify(proxy.url(tmp_path.name)) == {1: [], 3: []}

@@ -144,10 +144,10 @@ def is_found(saved, folder):
 
     Damage that is not found is right only where every value is.
     """
-    problems = sf.verify(folder)
+    problems = sf.checkpoint.verify(folder)
     found = bool(problems[2])
     assert problems[1] == []
-    assert found or sf.latest_step(folder) == 2
+    assert found or sf.checkpoint.latest_step(folder) == 2
     for asked in ({"step": 2}, {"fall_back": False}, {"step": "best", "fall_back": False}):
         by_itself = restored(folder, **asked)
         assert by_itself in [saved.right[2]] * (not found) + [None, saved.right[1]] * found
@@ -166,7 +166,7 @@ def restored(folder, **options):
     """Restore, and give what was, or None where that is refused."""
     try:
         return bits(sf.restore(folder, make_state(3), **options))
-    except sf.CheckpointError:
+    except sf.errors.CheckpointError:
         return None
 
 
@@ -203,6 +203,6 @@ def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_over(tmp_path, da
     damage(array, random.Random(0))
     for _ in range(2):
         with pytest.raises(
-            sf.CheckpointError, match="expected a good checkpoint, got none: step 5"
+            sf.errors.CheckpointError, match="expected a good checkpoint, got none: step 5"
         ):
             course.run(tmp_path, steps=10, checkpoints=sf.Checkpoints(every=5))

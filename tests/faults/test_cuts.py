@@ -102,7 +102,7 @@ def goes_on(folder, cut=0, **options):
 
 def is_saved(folder, step):
     """See that what was saved last is the state of a step, with the position of the next batch."""
-    found = sf.contents(folder / "checkpoints")
+    found = sf.checkpoint.contents(folder / "checkpoints")
     assert (found.step, found.data["step"]) == (step, step)
     restored = sf.restore(folder / "checkpoints", course.start())
     assert int(restored.state.step) == step
@@ -282,7 +282,7 @@ def test_a_signal_breaks_off_waiting(name, what, tmp_path):
         course.run(tmp_path, **make(waits))
     assert time.monotonic() - waits.began < 300
     if what != "an evaluation":
-        is_saved(tmp_path, sf.latest_step(tmp_path / "checkpoints"))
+        is_saved(tmp_path, sf.checkpoint.latest_step(tmp_path / "checkpoints"))
     goes_on(tmp_path, step, **without_fault(make(fails)))
 
 
@@ -376,6 +376,8 @@ def test_the_exit_code_tells_of_a_signal(forks, where, name, codes, tmp_path):
     end = forks.run(gets_a_signal, int(SIGNALS[name][1]), where, str(tmp_path), 20)
     assert end.code in codes, end
     assert "went on" not in end.output
-    assert sf.latest_step(tmp_path / "checkpoints") == (20 if where == "last save" else 18)
+    assert sf.checkpoint.latest_step(tmp_path / "checkpoints") == (
+        20 if where == "last save" else 18
+    )
     if where == "midway":  # the other was over: it had its last evaluation at step 20
         goes_on(tmp_path)

@@ -17,9 +17,9 @@ import pytest
 from tests.small import STEP, full_but, start
 
 import stepfold as sf
+from stepfold.__main__ import main
 from stepfold.checkpoint.manifest import encode_checked, read_checked
-from stepfold.loop.__main__ import main
-from stepfold.loop.report.read import read_metrics, read_run
+from stepfold.runs.report.read import read_metrics, read_run
 
 DEEP = {"too deep to parse": 100_000, "deep": 500}
 DAMAGE = {
@@ -118,7 +118,9 @@ def test_a_run_refuses_damaged_metrics_before_its_first_step(folder, kind, resum
     damage(folder / "metrics.jsonl", kind, b"\n")
     if not resumes:
         shutil.rmtree(folder / "checkpoints")
-    with pytest.raises(sf.ConfigError, match=r"metrics\.jsonl.*; (correct it|move it away|give a)"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"metrics\.jsonl.*; (correct it|move it away|give a)"
+    ):
         run(folder, 8)
 
 
@@ -132,7 +134,10 @@ NULS = {  # what a power loss may leave of the rows of steps 2 and 4, and which 
 
 
 def run_with_files(folder, steps):
-    files = [sf.jsonl_writer(folder / "own.jsonl"), sf.csv_writer(folder / "own.csv")]
+    files = [
+        sf.writers.jsonl_writer(folder / "own.jsonl"),
+        sf.writers.csv_writer(folder / "own.csv"),
+    ]
     hooks = [sf.log_to(file, name=f"{i}") for i, file in enumerate(files)]
     with warnings.catch_warnings(record=True, action="always") as caught:
         result = run(folder, steps, hooks=hooks)
@@ -176,8 +181,10 @@ def test_a_new_run_starts_over_nul_bytes(tmp_path, name, lost):
 def test_a_file_of_another_program_that_begins_with_nul_bytes_is_left_alone(tmp_path):
     content = b"\0" * 40 + b"\nan image"
     (tmp_path / "own.jsonl").write_bytes(content)
-    with pytest.raises(sf.ConfigError, match=r"own\.jsonl: expected a file that begins with"):
-        run(tmp_path, 4, hooks=sf.log_to(sf.jsonl_writer(tmp_path / "own.jsonl")))
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"own\.jsonl: expected a file that begins with"
+    ):
+        run(tmp_path, 4, hooks=sf.log_to(sf.writers.jsonl_writer(tmp_path / "own.jsonl")))
     assert (tmp_path / "own.jsonl").read_bytes() == content
 
 
@@ -186,7 +193,7 @@ def test_the_report_shows_the_metrics_that_are_not_damaged(tmp_path, kind):
     path = tmp_path / "metrics.jsonl"
     if callable(DAMAGE[kind]):
         damage(path, kind)
-        with pytest.raises(sf.DataError, match=r"metrics\.jsonl: expected .*; move it away"):
+        with pytest.raises(sf.errors.DataError, match=r"metrics\.jsonl: expected .*; move it away"):
             read_metrics(path)
         return
     good = b'{"step": 1, "train/loss": 1.0}\n', b'{"step": 3, "train/loss": 3.0}\n'
@@ -207,7 +214,7 @@ def test_half_of_a_surrogate_pair_in_a_name_is_replaced(folder, capsys):
 def test_a_step_that_no_run_reaches_is_damage(folder):
     path = folder / "metrics.jsonl"
     path.write_text(f'{{"step": {2**63}, "train/loss": 1.0}}\n')
-    with pytest.raises(sf.ConfigError, match=r"metrics\.jsonl to hold lines like"):
+    with pytest.raises(sf.errors.ConfigError, match=r"metrics\.jsonl to hold lines like"):
         run(folder, 8)
 
 
@@ -217,7 +224,7 @@ def test_a_step_that_no_run_reaches_is_damage(folder):
 @pytest.fixture(scope="module")
 def gone_back(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gone_back")
-    requests = [sf.GoBack(skip=(4, 5), why="a spike")]
+    requests = [sf.hooks.GoBack(skip=(4, 5), why="a spike")]
     hook = lambda event: requests.pop() if event.step == 4 and requests else None
     run(folder, 6, hooks=hook)
     return folder
@@ -242,7 +249,7 @@ def test_a_damaged_note_is_refused_before_a_checkpoint_is_deleted(series, kind, 
     damage(path, kind)
     if is_checked and path.is_file():
         path.write_bytes(checked(path.read_bytes()))
-    with pytest.raises(sf.CheckpointError, match=ADVICE):
+    with pytest.raises(sf.errors.CheckpointError, match=ADVICE):
         run(series.parent, 8)
     assert saved(series) == before
 
@@ -269,7 +276,7 @@ def test_a_note_of_what_cannot_be_is_refused_before_a_checkpoint_is_deleted(seri
     before, path = saved(series), series / "rollbacks.json"
     assert read_checked(path) == [GOOD]
     path.write_bytes(encode_checked(note))
-    with pytest.raises(sf.CheckpointError, match=ADVICE):
+    with pytest.raises(sf.errors.CheckpointError, match=ADVICE):
         run(series.parent, 8)
     assert saved(series) == before
 
@@ -317,8 +324,8 @@ def test_a_damaged_capsule_is_refused(capsule, kind, is_checked):
     damage(path, kind)
     if is_checked and path.is_file():
         path.write_bytes(checked(path.read_bytes()))
-    with pytest.raises(sf.CheckpointError, match=r"capsule(\.json|s/6)") as caught:
-        sf.read_capsule(capsule)
+    with pytest.raises(sf.errors.CheckpointError, match=r"capsule(\.json|s/6)") as caught:
+        sf.debug.read_capsule(capsule)
     assert any(advice in str(caught.value) for advice in ("copy it again", "check the path"))
 
 
@@ -347,14 +354,14 @@ def test_a_capsule_of_what_cannot_be_is_refused(capsule, changes):
     """Change entries, or leave one out."""
     path = capsule / "capsule.json"
     content = read_checked(path)
-    assert sf.read_capsule(capsule).step == 6
+    assert sf.debug.read_capsule(capsule).step == 6
     if isinstance(changes, str):
         del content[changes]
     else:
         content |= changes
     path.write_bytes(encode_checked(content))
-    with pytest.raises(sf.CheckpointError, match=r"capsules/6: expected a capsule"):
-        sf.read_capsule(capsule)
+    with pytest.raises(sf.errors.CheckpointError, match=r"capsules/6: expected a capsule"):
+        sf.debug.read_capsule(capsule)
 
 
 def test_a_batch_of_another_capsule_is_refused(capsule, tmp_path):
@@ -365,5 +372,5 @@ def test_a_batch_of_another_capsule_is_refused(capsule, tmp_path):
         (capsule / "capsule.json").write_bytes(
             encode_checked({**content, "batch": {"array": node}})
         )
-        with pytest.raises(sf.CheckpointError, match=r"capsules/6: expected a capsule"):
-            sf.read_capsule(capsule)
+        with pytest.raises(sf.errors.CheckpointError, match=r"capsules/6: expected a capsule"):
+            sf.debug.read_capsule(capsule)

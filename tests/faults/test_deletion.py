@@ -41,9 +41,9 @@ def is_of(restored, step):
 
 def never_offered(folder):
     """Step 2 is half there: ask for it in every way, and then go on saving."""
-    assert sf.latest_step(folder) == 1
-    assert sf.verify(folder).pop(2, ["away"]), "verify finds it good"
-    with pytest.raises(sf.CheckpointError):
+    assert sf.checkpoint.latest_step(folder) == 1
+    assert sf.checkpoint.verify(folder).pop(2, ["away"]), "verify finds it good"
+    with pytest.raises(sf.errors.CheckpointError):
         sf.restore(folder, LIKE, step=2)
     for step in ("best", "latest"):
         with warnings.catch_warnings():
@@ -55,7 +55,7 @@ def goes_on(folder):
     with sf.Checkpoints(folder, keep=2, best="eval/loss") as series:
         series.save(make_state(3), step=3, metrics={"eval/loss": 3.0})
         is_of(series.restore(LIKE), 3)
-    assert sf.latest_step(folder) == 3
+    assert sf.checkpoint.latest_step(folder) == 3
 
 
 @contextmanager
@@ -91,10 +91,12 @@ def test_our_deletion_interrupted_at_each_file(saved, tmp_path, count):
             series.save(make_state(3), step=3)
             with pytest.raises(KeyboardInterrupt):
                 series.wait()
-        assert sf.verify(folder) in ({2: [], 3: []}, {3: []})
-        assert sf.latest_step(folder) == 3
+        assert sf.checkpoint.verify(folder) in ({2: [], 3: []}, {3: []})
+        assert sf.checkpoint.latest_step(folder) == 3
         is_of(sf.restore(folder, LIKE), 3)
-        with pytest.raises(sf.CheckpointError, match="expected step 1 to restore, got steps"):
+        with pytest.raises(
+            sf.errors.CheckpointError, match="expected step 1 to restore, got steps"
+        ):
             sf.restore(folder, LIKE, step=1)
         with sf.Checkpoints(folder, keep=1) as series:
             assert sorted(path.name for path in folder.iterdir()) in (["2", "3"], ["3"])
@@ -126,7 +128,7 @@ def interrupt_after_each_file(saved, place, files):
         try:
             never_offered(folder)
             goes_on(folder)
-        except (sf.CheckpointError, AssertionError) as error:
+        except (sf.errors.CheckpointError, AssertionError) as error:
             offered.append(f"{k + 1} files away, the last {file}: {error!r}"[:300])
     assert not offered, "\n".join([f"{len(offered)} of {len(files)}", *offered[-3:]])
 
@@ -156,7 +158,7 @@ def test_a_step_that_is_deleted_while_it_is_asked_for(saved, tmp_path):
             return found
 
         patch.setattr(DirectoryStore, "steps", late)
-        assert sf.latest_step(folder) == 1
+        assert sf.checkpoint.latest_step(folder) == 1
         for step in ("latest", "best"):
             shutil.copytree(saved / "2", folder / "2", dirs_exist_ok=True)
             with warnings.catch_warnings():

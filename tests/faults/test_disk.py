@@ -63,14 +63,14 @@ def fails(series, how, words):
         else:
             series.wait()
 
-    with pytest.raises(sf.CheckpointError, match=words):
+    with pytest.raises(sf.errors.CheckpointError, match=words):
         save()
 
 
 def is_as_before(folder):
     """The step before is good, and nothing is left of the one that failed."""
-    assert sf.verify(folder) == {1: []}
-    assert sf.latest_step(folder) == 1
+    assert sf.checkpoint.verify(folder) == {1: []}
+    assert sf.checkpoint.latest_step(folder) == 1
     assert [path.name for path in folder.iterdir()] == ["1"]
     is_of(sf.restore(folder, LIKE), 1)
 
@@ -79,7 +79,7 @@ def goes_on(folder, series):
     series.save(make_state(4), step=4)
     series.wait()
     is_of(series.restore(LIKE), 4)
-    assert sf.verify(folder) == {4: []}
+    assert sf.checkpoint.verify(folder) == {4: []}
 
 
 def full(*values):
@@ -121,7 +121,7 @@ def test_a_disk_that_is_full_at_any_byte(small_disk, count):
                 fails(series, "wait", NO_ROOM)
                 failed.append(left)
             else:  # some are a little smaller than others
-                with suppress(sf.CheckpointError):
+                with suppress(sf.errors.CheckpointError):
                     series.save(make_state(2), step=2)
                     series.wait()
                     is_of(sf.restore(folder, LIKE), 2)
@@ -157,7 +157,7 @@ def test_a_disk_without_room_for_any_of_the_files(small_disk, count):
                 series.save(make_state(2), step=2)
                 is_of(series.restore(LIKE), 2)
                 shutil.rmtree(folder / "2")
-            except sf.CheckpointError as error:
+            except sf.errors.CheckpointError as error:
                 failed.append(f"there was room for {files}, then for 1000: {error}")
     assert not failed, "\n".join(failed)
     print(f"{needed} files and folders, each once the one for which there was no room")
@@ -186,8 +186,8 @@ def test_a_directory_that_is_removed_meanwhile(tmp_path):
         try:
             series.save(make_state(2), step=2)
             series.wait()
-        except sf.CheckpointError:
-            assert sf.latest_step(folder) is None
+        except sf.errors.CheckpointError:
+            assert sf.checkpoint.latest_step(folder) is None
         else:
             is_of(sf.restore(folder, LIKE), 2)
         folder.mkdir(exist_ok=True)
@@ -206,7 +206,7 @@ def test_a_full_second_disk_ends_no_run(small_disk, tmp_path, left):
     with pytest.warns(RuntimeWarning, match="disk0.*temporary saves.*(No|no) space left"):
         saves_until(policy, 9)
     is_of(policy.restore(LIKE), 6)
-    assert sf.verify(tmp_path / "run") == {6: []}
+    assert sf.checkpoint.verify(tmp_path / "run") == {6: []}
 
 
 def saves_until(policy, stop):

@@ -58,7 +58,7 @@ def test_a_file_that_is_changed_while_it_is_read_is_an_error(change, corpus):
     stream = sf.batches(source, 1, collate=list)
     assert next(stream) == [LINES[0]]
     change(corpus / "1.txt")
-    with pytest.raises(sf.DataError, match=GONE):
+    with pytest.raises(sf.errors.DataError, match=GONE):
         source[4990]
     assert source[5000] == "two"
 
@@ -67,7 +67,7 @@ def test_a_file_that_is_changed_while_it_is_read_is_an_error(change, corpus):
 def test_a_file_that_is_changed_before_it_is_read_is_an_error(change, corpus):
     source = sf.files(corpus / "*.txt")
     change(corpus / "1.txt")
-    with pytest.raises(sf.DataError, match=GONE):
+    with pytest.raises(sf.errors.DataError, match=GONE):
         source[0]
     with pytest.warns(UserWarning, match=r"1\.txt, which changed since; their indexes were made"):
         again = sf.files(corpus / "*.txt")
@@ -80,16 +80,18 @@ def test_a_file_that_vanishes_is_an_error(corpus):
     assert source[0] == LINES[0]
     (corpus / "1.txt").unlink()
     assert source[2500] == LINES[2500]  # it is open
-    with pytest.raises(sf.DataError, match="files that can be read, got .*1.txt: No such file"):
+    with pytest.raises(
+        sf.errors.DataError, match="files that can be read, got .*1.txt: No such file"
+    ):
         other[0]
-    with pytest.raises(sf.DataError, match=r"files that exist, got .*1\.txt: no such file"):
+    with pytest.raises(sf.errors.DataError, match=r"files that exist, got .*1\.txt: no such file"):
         sf.files(corpus / "1.txt")
 
 
 def test_an_index_that_vanishes_is_an_error_and_made_again(corpus):
     source = sf.files(corpus / "*.txt")
     shutil.rmtree(corpus / ".stepfold")
-    with pytest.raises(sf.DataError, match=r"got .*/\.stepfold/1\.txt\.index: No such file"):
+    with pytest.raises(sf.errors.DataError, match=r"got .*/\.stepfold/1\.txt\.index: No such file"):
         source[0]
     assert sf.files(corpus / "*.txt")[0] == LINES[0]
 
@@ -104,7 +106,7 @@ def test_a_file_that_changes_while_it_is_indexed_is_an_error(corpus, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(FileReader, "chunks", append_meanwhile)
-        with pytest.raises(sf.DataError, match=GONE):
+        with pytest.raises(sf.errors.DataError, match=GONE):
             sf.files(corpus / "*.txt")
     assert sf.files(corpus / "*.txt")[4999] == LINES[4999] + "more"
 
@@ -115,7 +117,7 @@ def open_as_nobody(folder, index):
     for options in ({}, {"index": index}):
         try:
             results.append(len(sf.files(f"{folder}/*.txt", **options)))
-        except sf.DataError as error:
+        except sf.errors.DataError as error:
             results.append(str(error))
     print(json.dumps(results))
 
@@ -153,7 +155,7 @@ def test_a_full_disk_is_an_error_that_names_the_index(corpus, small_disk):
     disk = small_disk("size=8k")
     (disk / "filler").write_bytes(b"x" * 8192)
     with pytest.raises(
-        sf.DataError, match="directory for indexes, got .*: No space left on device"
+        sf.errors.DataError, match="directory for indexes, got .*: No space left on device"
     ):
         sf.files(corpus / "1.txt", index=disk)
     assert {path.name for path in disk.iterdir()} == {"filler"}

@@ -27,7 +27,7 @@ def load(path):
 
     def call():
         try:
-            found.append(sf.load_params(path, LIKE))
+            found.append(sf.checkpoint.load_params(path, LIKE))
         except BaseException as error:  # noqa: BLE001  compared by the caller
             found.append(error)
 
@@ -75,7 +75,7 @@ FILES = {
 def test_malformed_file_is_an_error(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(FILES[content])
     error = load(tmp_path)
-    assert isinstance(error, sf.CheckpointError), repr(error)
+    assert isinstance(error, sf.errors.CheckpointError), repr(error)
 
 
 def index(weight_map):
@@ -101,7 +101,7 @@ def test_malformed_index_is_an_error(tmp_path, content):
     (tmp_path / "part.safetensors").write_bytes(as_bytes(HEADER))
     (tmp_path / "model.safetensors.index.json").write_bytes(INDEXES[content])
     error = load(tmp_path)
-    assert isinstance(error, sf.CheckpointError), repr(error)
+    assert isinstance(error, sf.errors.CheckpointError), repr(error)
     str(error).encode()
 
 
@@ -122,7 +122,7 @@ def test_special_file_is_an_error(tmp_path, name, kind):
         name = "part.safetensors"
     SPECIAL[kind](tmp_path / name)
     error = load(tmp_path)
-    assert isinstance(error, sf.CheckpointError), repr(error)
+    assert isinstance(error, sf.errors.CheckpointError), repr(error)
 
 
 def test_no_random_change_gives_a_raw_error(tmp_path, count):

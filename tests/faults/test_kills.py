@@ -169,7 +169,7 @@ def test_kills_before_changes_of_files_in_two_directories(alone, whole_of_both, 
 def exports(folder, ready):
     for value in range(1, 10_000):
         tree = {f"{i}": jnp.full(20_000, value, jnp.float32) for i in range(4)}
-        sf.export_params(folder, tree, shard_size=100_000)
+        sf.checkpoint.export_params(folder, tree, shard_size=100_000)
         if value == 3:
             os.mkdir(ready)
 
@@ -184,10 +184,10 @@ def test_a_killed_export_leaves_the_earlier_one(forks, tmp_path, count):
         time.sleep(0.015 * i)
         process.kill()
         assert process.wait().code == -signal.SIGKILL
-        loaded = sf.load_params(folder, like)
+        loaded = sf.checkpoint.load_params(folder, like)
         (value,) = {float(leaf[at]) for leaf in loaded.values() for at in (0, -1)}
         assert value >= 3
-        sf.export_params(folder, {"a": jnp.ones(2)})
+        sf.checkpoint.export_params(folder, {"a": jnp.ones(2)})
         assert [file.name for file in folder.iterdir()] == ["model.safetensors"]
 
 

@@ -64,8 +64,10 @@ def leaves(folder, how, failing=False):
 
 
 def is_committed(folder):
-    values = [sf.restore(folder, LIKE, step=step).state["w"] for step in sf.verify(folder)]
-    assert not any(sf.verify(folder).values())
+    values = [
+        sf.restore(folder, LIKE, step=step).state["w"] for step in sf.checkpoint.verify(folder)
+    ]
+    assert not any(sf.checkpoint.verify(folder).values())
     assert all((value == value[0, 0]).all() for value in values)
     names = {path.name.partition("-")[0] for path in folder.iterdir()}
     left = {"2.orbax", "2.saving"}  # `open` removes them
@@ -101,7 +103,7 @@ def test_leaving_without_close(forks, tmp_path, count, how):
 @pytest.mark.parametrize("how", WAYS)
 def test_leaving_where_the_save_fails(forks, tmp_path, how):
     end = forks.run(leaves, str(tmp_path), how, True)
-    assert sf.verify(tmp_path) == {1: []}
+    assert sf.checkpoint.verify(tmp_path) == {1: []}
     if how in CODES:
         assert end.code == CODES[how], end
         assert "Traceback" in end.errors
@@ -146,7 +148,7 @@ def test_an_interrupt_at_any_time_of_a_run(forks, tmp_path, count):
         end = run.wait()
         if end.code == 0:
             assert '"end"' in notes.read_text()
-        assert not any(sf.verify(folder).values()), end
+        assert not any(sf.checkpoint.verify(folder).values()), end
         assert forks.run(training.train, str(folder), str(notes), {}).code == 0
         assert all(path.name.isdecimal() for path in folder.iterdir())
 

@@ -196,9 +196,9 @@ def use(saved, copy, *, resume=True):
             assert isinstance(error, sf.StepfoldError), (name, repr(error))
             results[name] = error
 
-    attempt("verify", lambda: sf.verify(copy))
-    attempt("latest", lambda: sf.latest_step(copy))
-    attempt("contents", lambda: sf.contents(copy))
+    attempt("verify", lambda: sf.checkpoint.verify(copy))
+    attempt("latest", lambda: sf.checkpoint.latest_step(copy))
+    attempt("contents", lambda: sf.checkpoint.contents(copy))
     attempt("exact", lambda: sf.restore(copy, make_state(), step=2))
     attempt("series", lambda: sf.Checkpoints(copy, best="train/loss").best_step())
     for arguments in (["ls"], ["show"], ["show", "2"], ["verify"], ["diff", "1", "2"]):
@@ -215,7 +215,7 @@ def use(saved, copy, *, resume=True):
     attempt("restore", lambda: sf.restore(copy, make_state()))
     for name in ("exact", "restore"):
         found = results[name]
-        if isinstance(found, sf.Restored):
+        if isinstance(found, sf.checkpoint.Restored):
             assert bits(found.state) == saved.right[found.step], name
     return results
 
@@ -350,7 +350,7 @@ def damaged(saved, copy, results):
     assert results["verify"][1] == []
     assert results["verify"][2]
     assert results["latest"] == results["contents"].step == 1
-    assert isinstance(results["exact"], sf.CheckpointError)
+    assert isinstance(results["exact"], sf.errors.CheckpointError)
     assert results["restore"].step == 1
     assert list(results["restore"].damaged) == [2]
     assert len(find_arrays(results["restore"].extra, "extra")) == 2
@@ -545,7 +545,7 @@ def test_step_with_malformed_arrays_is_not_restored(saved, copy, change):
     results = use(saved, copy)
     assert results["verify"][1] == []
     assert results["verify"][2]
-    assert isinstance(results["exact"], sf.CheckpointError)
+    assert isinstance(results["exact"], sf.errors.CheckpointError)
     assert results["restore"].step == 1
     assert results["fit"].resumed == 1
 
@@ -561,10 +561,10 @@ def test_step_of_a_newer_version_is_an_error(saved, copy, change):
     assert results["verify"][1] == []
     assert "newer stepfold: upgrade" in results["verify"][2][0]
     for name in ("latest", "contents", "exact", "restore", "fit"):
-        assert isinstance(results[name], sf.CheckpointError), name
+        assert isinstance(results[name], sf.errors.CheckpointError), name
     assert results["cli verify"][0] == 1
     # A series that saves nonetheless deletes nothing of the newer version.
-    with contextlib.suppress(sf.CheckpointError), sf.Checkpoints(copy, keep=1) as series:
+    with contextlib.suppress(sf.errors.CheckpointError), sf.Checkpoints(copy, keep=1) as series:
         series.save(make_state(), step=3)
     assert (copy / "2").is_dir()
 

@@ -14,10 +14,10 @@ import tensorstore
 from tests.adapter import digits
 
 import stepfold as sf
+from stepfold.__main__ import main as look_at_runs
 from stepfold.adapter import TrainingArguments
 from stepfold.checkpoint.__main__ import main as look_at_checkpoints
 from stepfold.core.validation import absolute_path
-from stepfold.loop.__main__ import main as look_at_runs
 
 from . import training
 
@@ -127,11 +127,15 @@ def test_what_is_saved_is_read(top, name, capsys):
     assert names(real) == ["1", "2"]
     like = {"w": np.zeros(3)}
     for path in (text, real):
-        assert sf.verify(path) == {1: [], 2: []}
+        assert sf.checkpoint.verify(path) == {1: [], 2: []}
         assert sf.restore(path, like).state["w"].tolist() == [2, 2, 2]
         assert sf.restore(path, like, step="best", best="loss").step == 1
-        assert sf.latest_step(path) == sf.contents(path).step == 2
-        assert sf.average_checkpoints(path, [1, 2], like, part="")["w"].tolist() == [1.5, 1.5, 1.5]
+        assert sf.checkpoint.latest_step(path) == sf.checkpoint.contents(path).step == 2
+        assert sf.checkpoint.average_checkpoints(path, [1, 2], like, part="")["w"].tolist() == [
+            1.5,
+            1.5,
+            1.5,
+        ]
         series = sf.Checkpoints(path, best="loss")
         assert (series.steps(), series.best_step(), series.restore(like).step) == ([1, 2], 1, 2)
     for command in (["ls"], ["show"], ["verify"], ["diff", "1", "2"]):
@@ -149,7 +153,7 @@ def test_a_run_resumes(top, name):
     assert [result.resumed for result in found] == [None, 2, 5]
     whole = fit(8, checkpoints=None)
     assert np.array_equal(found[-1].state.params["w"], whole.state.params["w"])
-    assert sf.verify(real / "checkpoints") == {2: [], 4: [], 5: [], 6: [], 8: []}
+    assert sf.checkpoint.verify(real / "checkpoints") == {2: [], 4: [], 5: [], 6: [], 8: []}
     assert look_at_runs(["report", text, "--out", f"{text}/page.html"]) == 0
     rest = ["checkpoints", "metrics.csv", "metrics.jsonl", "page.html", "report.html", "run.json"]
     assert names(real) == rest
@@ -160,9 +164,9 @@ def test_the_working_directory_may_change_at_any_time(top, tmp_path):
     local = sf.Temporary("local", every=1)
     series = sf.Checkpoints("runs/c", every=2, temporary=local)
     writers = {
-        "jsonl": sf.jsonl_writer("log.jsonl", csv="log.csv"),
-        "csv": sf.csv_writer("~/table.csv"),
-        "tensorboard": sf.tensorboard_writer("../board"),
+        "jsonl": sf.writers.jsonl_writer("log.jsonl", csv="log.csv"),
+        "csv": sf.writers.csv_writer("~/table.csv"),
+        "tensorboard": sf.writers.tensorboard_writer("../board"),
     }
     hook = lambda event: os.chdir("/")
     os.chdir(top / "far")
@@ -177,8 +181,8 @@ def test_the_working_directory_may_change_at_any_time(top, tmp_path):
     for writer in writers.values():
         writer.write_scalars(1, {"loss": 0.5})
         writer.close()
-    assert sf.verify(top / "runs" / "b") == {2: [], 4: [], 6: []}
-    assert sf.verify(top / "work" / "runs" / "c") == {2: []}
+    assert sf.checkpoint.verify(top / "runs" / "b") == {2: [], 4: [], 6: []}
+    assert sf.checkpoint.verify(top / "work" / "runs" / "c") == {2: []}
     assert names(top / "work") == ["local", "log.csv", "log.jsonl", "runs"]
     assert names(top / "home") == ["table.csv", "table.csv.jsonl"]
     assert names(top / "far") == ["deep", "x"]
@@ -191,10 +195,10 @@ def test_a_working_directory_that_was_deleted(top):
     os.chdir(gone)
     gone.rmdir()
     words = "directory: expected an absolute path, since the working directory was deleted, got 'a'"
-    with pytest.raises(sf.ConfigError, match=words):
+    with pytest.raises(sf.errors.ConfigError, match=words):
         sf.Checkpoints("a")
     sf.save(top / "a", {"w": np.ones(2)}, step=1)
-    assert sf.verify(top / "a") == {1: []}
+    assert sf.checkpoint.verify(top / "a") == {1: []}
 
 
 def test_a_capsule_is_replayed(top):
@@ -202,8 +206,8 @@ def test_a_capsule_is_replayed(top):
     capsule = fit(8, data=bad, run_dir="../runs/a").capsule
     assert capsule.path == top / "runs" / "a" / "capsules" / "5"
     path = Location("~/../runs/a//capsules/../capsules/5/")
-    assert sf.read_capsule(path).checkpoint == (top / "runs" / "a" / "checkpoints", 4)
-    assert sf.replay(path, LOSS, state=initial(), batches=bad).examples == ((2,),)
+    assert sf.debug.read_capsule(path).checkpoint == (top / "runs" / "a" / "checkpoints", 4)
+    assert sf.debug.replay(path, LOSS, state=initial(), batches=bad).examples == ((2,),)
 
 
 PLACES = {  # of the run, and of its checkpoints
@@ -231,7 +235,7 @@ def test_a_capsule_is_replayed_after_all_was_moved(top, place):
     path = top / "there" / run_dir / "capsules" / "5"
     (top / "bad").symlink_to(path)
     for name in (path, top / "bad"):
-        replayed = sf.replay(name, LOSS, state=start(), batches=data())
+        replayed = sf.debug.replay(name, LOSS, state=start(), batches=data())
         assert (replayed.step, replayed.reproduced) == (5, True)
 
 
@@ -249,7 +253,7 @@ def test_a_run_resumes_from_a_temporary_step(top, run_dir, local):
     assert newest > 4
     resolved = Path(run_dir).resolve()
     assert fit(8, run_dir=resolved, checkpoints=checkpoints()).resumed == newest
-    assert not any(sf.verify(resolved / "checkpoints").values())
+    assert not any(sf.checkpoint.verify(resolved / "checkpoints").values())
 
 
 def test_a_link_that_moves_on_takes_no_temporary_steps_along(top):
@@ -277,7 +281,7 @@ def test_a_trainer_resumes(top):
     os.chdir(top / "work")
     assert names(top) == ["far", "home", "link", "runs", "work"]
     assert names(top / "far") == ["deep"]
-    assert not any(sf.verify("../runs/a/checkpoints").values())
+    assert not any(sf.checkpoint.verify("../runs/a/checkpoints").values())
     assert make(8, resume_from_checkpoint="../runs/b/../a/checkpoints/6").train().stopped
     assert trainer.save_pretrained("../saved") == top / "saved" / "6"
     assert make(9).load_checkpoint("../saved/x/../6")["step"] == 6
@@ -291,8 +295,8 @@ def test_a_trainer_resumes(top):
 def test_parameters_are_exported_and_loaded(top, name):
     text, real = spelled(top, name)
     for path in (text, f"{text}/one.safetensors"):
-        sf.export_params(path, {"w": np.ones(3)})
-        assert sf.load_params(path, {"w": np.zeros(3)})["w"].tolist() == [1, 1, 1]
+        sf.checkpoint.export_params(path, {"w": np.ones(3)})
+        assert sf.checkpoint.load_params(path, {"w": np.zeros(3)})["w"].tolist() == [1, 1, 1]
     assert names(real) == ["model.safetensors", "one.safetensors"]
 
 
@@ -315,9 +319,9 @@ def test_a_run_resumes_from_a_url(top, url, real):
         found = fit(steps, run_dir=run_dir, checkpoints=sf.Checkpoints(url, every=2))
         assert found.resumed == resumed
     assert {"2.commit", "4.commit", "6.commit", "metrics.jsonl"} <= {*names(top / real)}
-    assert sf.verify(url) == {2: [], 4: [], 6: []}
+    assert sf.checkpoint.verify(url) == {2: [], 4: [], 6: []}
     assert sf.restore(url, start()).step == 6
-    assert sf.average_checkpoints(url, [2, 4], start().params)["w"].shape == (2,)
+    assert sf.checkpoint.average_checkpoints(url, [2, 4], start().params)["w"].shape == (2,)
     assert look_at_checkpoints(["verify", url]) == 0
     assert names(top / "work") == ["x"]
 
@@ -326,10 +330,12 @@ def test_a_run_resumes_from_a_url(top, url, real):
     "url", ["file://runs/a", "file://../a", "file://~/a", "file:///~/a", "file://./a"]
 )
 def test_a_url_that_is_relative_is_refused(top, url):
-    for use in (sf.Checkpoints(url).open, lambda: sf.verify(url)):
-        with pytest.raises(sf.ConfigError, match=r"^directory: expected a URL such .* \(file:///"):
+    for use in (sf.Checkpoints(url).open, lambda: sf.checkpoint.verify(url)):
+        with pytest.raises(
+            sf.errors.ConfigError, match=r"^directory: expected a URL such .* \(file:///"
+        ):
             use()
-    with pytest.raises(sf.ConfigError, match=r"file:///a/folder"):
+    with pytest.raises(sf.errors.ConfigError, match=r"file:///a/folder"):
         fit(2, run_dir=sf.RunDirectory("x", upload=url))
     assert names(top / "work") in ([], ["x"])
     assert not Path("/~").exists()
@@ -337,8 +343,10 @@ def test_a_url_that_is_relative_is_refused(top, url):
 
 @pytest.mark.parametrize("url", ["s3://bucket/a/../b", "gs://bucket/./a", "s3://bucket/.."])
 def test_a_key_that_a_server_takes_for_another_is_refused(url):
-    with pytest.raises(sf.ConfigError, match=r"^directory: expected a URL without '\.' and '\.\.'"):
-        sf.verify(url)
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"^directory: expected a URL without '\.' and '\.\.'"
+    ):
+        sf.checkpoint.verify(url)
 
 
 # What is refused
@@ -349,16 +357,16 @@ USES = {
     "Temporary": lambda path: sf.Temporary(path, every=1),
     "save": lambda path: sf.save(path, {"w": np.ones(2)}, step=1),
     "restore": lambda path: sf.restore(path, {"w": np.ones(2)}),
-    "verify": sf.verify,
-    "latest_step": sf.latest_step,
-    "average": lambda path: sf.average_checkpoints(path, [1]),
-    "read_capsule": sf.read_capsule,
-    "jsonl_writer": sf.jsonl_writer,
-    "csv_writer": sf.csv_writer,
-    "tensorboard_writer": sf.tensorboard_writer,
-    "profile": lambda path: sf.profile(1, 1, path),
-    "export_params": lambda path: sf.export_params(path, {"w": np.ones(2)}),
-    "load_params": lambda path: sf.load_params(path, {"w": np.ones(2)}),
+    "verify": sf.checkpoint.verify,
+    "latest_step": sf.checkpoint.latest_step,
+    "average": lambda path: sf.checkpoint.average_checkpoints(path, [1]),
+    "read_capsule": sf.debug.read_capsule,
+    "jsonl_writer": sf.writers.jsonl_writer,
+    "csv_writer": sf.writers.csv_writer,
+    "tensorboard_writer": sf.writers.tensorboard_writer,
+    "profile": lambda path: sf.hooks.profile(1, 1, path),
+    "export_params": lambda path: sf.checkpoint.export_params(path, {"w": np.ones(2)}),
+    "load_params": lambda path: sf.checkpoint.load_params(path, {"w": np.ones(2)}),
     "arguments": lambda path: TrainingArguments(max_steps=1).to_json(path),
     "output_dir": lambda path: digits.train_only(output_dir=path).train(),
 }
@@ -370,7 +378,7 @@ NO_PATHS = {"": "got .*", "a\0b": "got .*", "~nobody-here/a": "'~nobody-here/a.*
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("path", NO_PATHS)
 def test_what_is_no_path_or_the_home_of_nobody_is_refused(top, use, path):
-    with pytest.raises(sf.ConfigError, match=rf"^\w+: expected .*{NO_PATHS[path]}"):
+    with pytest.raises(sf.errors.ConfigError, match=rf"^\w+: expected .*{NO_PATHS[path]}"):
         USES[use](path)
     assert names(top / "work") == []
 
@@ -379,7 +387,7 @@ def test_what_is_no_path_or_the_home_of_nobody_is_refused(top, use, path):
 @pytest.mark.parametrize("path", ["n" * 300, "n/" * 3000])
 def test_a_path_that_is_too_long_is_refused(top, use, path):
     words = "(expected|File name too long).*; (give|check)"
-    with pytest.raises((sf.ConfigError, sf.CheckpointError), match=words):
+    with pytest.raises((sf.errors.ConfigError, sf.errors.CheckpointError), match=words):
         USES[use](path)
     assert names(top / "work") == []
 
@@ -389,7 +397,7 @@ def test_a_path_that_is_too_long_is_refused(top, use, path):
 def test_a_name_that_tensorstore_refuses_is_refused(top, use, name):
     argument = "run_dir" if use == "fit" else "directory"
     words = f"{argument}: expected a path without a backslash, .* got .*; rename it"
-    with pytest.raises(sf.ConfigError, match=words):
+    with pytest.raises(sf.errors.ConfigError, match=words):
         USES[use](name)
     assert names(top / "work") == []
 
@@ -406,17 +414,17 @@ def uses_as_nobody(closed):
     for use in (
         lambda path: sf.save(path, {"w": np.ones(2)}, step=1),
         lambda path: sf.restore(path, {"w": np.ones(2)}),
-        sf.verify,
-        sf.jsonl_writer,
-        sf.tensorboard_writer,
-        lambda path: sf.profile(1, 1, path),
-        sf.read_capsule,
-        lambda path: sf.load_params(path, {"w": np.ones(2)}),
+        sf.checkpoint.verify,
+        sf.writers.jsonl_writer,
+        sf.writers.tensorboard_writer,
+        lambda path: sf.hooks.profile(1, 1, path),
+        sf.debug.read_capsule,
+        lambda path: sf.checkpoint.load_params(path, {"w": np.ones(2)}),
     ):
         for path in (f"{closed}/a", f"{closed}/../{os.path.basename(closed)}/b/../a"):
             try:
                 use(path)
-            except (sf.CheckpointError, sf.ConfigError) as error:
+            except (sf.errors.CheckpointError, sf.errors.ConfigError) as error:
                 print(error)
 
 
@@ -466,12 +474,12 @@ def test_an_error_of_a_specification_is_no_damage(saved, monkeypatch, capsys, re
             lambda: sf.restore(saved, like),
             lambda: sf.restore(saved, like, step=1),
             lambda: sf.Checkpoints(saved).restore(like),
-            lambda: sf.average_checkpoints(saved, [1, 2], part=""),
+            lambda: sf.checkpoint.average_checkpoints(saved, [1, 2], part=""),
         ):
-            with pytest.raises(sf.CheckpointError, match=words) as caught:
+            with pytest.raises(sf.errors.CheckpointError, match=words) as caught:
                 use()
             assert "damaged" not in str(caught.value)
-        assert all(len(problems) == 1 for problems in sf.verify(saved).values())
+        assert all(len(problems) == 1 for problems in sf.checkpoint.verify(saved).values())
         assert look_at_checkpoints(["verify", str(saved)]) == 1
         assert "1: cannot be read\n" in capsys.readouterr().out
     assert names(saved) == ["1", "2"]
@@ -488,6 +496,6 @@ def test_a_key_that_tensorstore_refuses_is_no_damage(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(sf.object_storage.Bucket, "start_read", invalid)
-        with pytest.raises(sf.CheckpointError, match="cannot be read"):
+        with pytest.raises(sf.errors.CheckpointError, match="cannot be read"):
             sf.restore(url, like)
     assert sf.restore(url, like).step == 1

@@ -36,7 +36,7 @@ def saved(tmp_path):
 
 
 def refused(folder, words, what):
-    with pytest.raises(sf.CheckpointError, match=words) as told:
+    with pytest.raises(sf.errors.CheckpointError, match=words) as told:
         what(folder)
     assert str(folder) in str(told.value)
 
@@ -50,7 +50,7 @@ SAVING = {
     "save": lambda folder: sf.save(folder, make_state(3), step=3),
     "open": lambda folder: sf.Checkpoints(folder, keep=1).open().close(),
 }
-LOOKING = {"latest_step": sf.latest_step, "verify": sf.verify}
+LOOKING = {"latest_step": sf.checkpoint.latest_step, "verify": sf.checkpoint.verify}
 
 
 def test_a_path_that_is_a_file_or_below_one(tmp_path):
@@ -68,8 +68,8 @@ def test_a_path_that_is_a_file_or_below_one(tmp_path):
 def test_a_directory_that_is_not_there(tmp_path):
     for what in ASKING.values():
         refused(tmp_path / "run", "to restore, got none; look at the path, or save first", what)
-    assert sf.latest_step(tmp_path / "run") is None
-    assert sf.verify(tmp_path / "run") == {}
+    assert sf.checkpoint.latest_step(tmp_path / "run") is None
+    assert sf.checkpoint.verify(tmp_path / "run") == {}
     assert not (tmp_path / "run").exists()
 
 
@@ -80,7 +80,7 @@ def test_what_other_tools_leave_is_not_taken_for_a_step(tmp_path):
         (tmp_path / name).write_bytes(b"")
     for what in ASKING.values():
         refused(tmp_path, "to restore, got none; look at the path, or save first", what)
-    assert sf.latest_step(tmp_path) is None
+    assert sf.checkpoint.latest_step(tmp_path) is None
     before = {path.name for path in tmp_path.iterdir()}
     sf.save(tmp_path, make_state(3), step=3)
     is_of(sf.restore(tmp_path, LIKE), 3)
@@ -123,22 +123,24 @@ def test_a_directory_from_another_tool(tmp_path, make):
     words = "expected a checkpoint that stepfold saved, got a folder without a manifest"
     for what in ({}, {"step": 5}):
         if make is of_somebody:
-            with pytest.raises(sf.CheckpointError, match=words):
+            with pytest.raises(sf.errors.CheckpointError, match=words):
                 sf.restore(folder, LIKE, **what)
         else:
             with pytest.warns(RuntimeWarning, match="its values are not verified"):
                 is_of(sf.restore(folder, LIKE, **what), 5)
-    assert "a folder without a manifest" in str(sf.verify(folder)[5])
-    with pytest.raises(sf.CheckpointError, match="expected a new step, got 5, which is there"):
+    assert "a folder without a manifest" in str(sf.checkpoint.verify(folder)[5])
+    with pytest.raises(
+        sf.errors.CheckpointError, match="expected a new step, got 5, which is there"
+    ):
         sf.save(folder, make_state(5), step=5)
     assert [path.name for path in folder.iterdir()] == ["5"]
     with sf.Checkpoints(folder, keep=1, best="eval/loss") as series:
         for step in (6, 7):
             series.save(make_state(step), step=step, metrics={"eval/loss": 1 / step})
-    assert sf.latest_step(folder) == 7
+    assert sf.checkpoint.latest_step(folder) == 7
     for step in ("latest", "best"):
         is_of(sf.restore(folder, LIKE, step=step), 7)
-    with pytest.raises(sf.CheckpointError, match=words):
+    with pytest.raises(sf.errors.CheckpointError, match=words):
         sf.restore(folder, LIKE, step=5)
     assert before <= set(folder.rglob("*"))
 
@@ -153,15 +155,15 @@ def as_nobody(tasks):
         "open": lambda folder: sf.Checkpoints(folder).open().close(),
         "save": lambda folder: sf.save(folder, like, step=3),
         "restore": lambda folder: sf.restore(folder, like).step,
-        "latest_step": sf.latest_step,
-        "verify": sf.verify,
+        "latest_step": sf.checkpoint.latest_step,
+        "verify": sf.checkpoint.verify,
     }
     results = []
     for action, folder in tasks:
         with warnings.catch_warnings(record=True, action="always") as caught:
             try:
                 result = str(actions[action](folder))
-            except sf.CheckpointError as error:
+            except sf.errors.CheckpointError as error:
                 result = str(error)
         results.append([result, "".join(str(warning.message) for warning in caught)])
     print(json.dumps(results))
@@ -233,7 +235,7 @@ def test_a_file_system_that_is_read_only(read_only):
     for what in SAVING.values():
         refused(read_only, "(?i)read-only|permission", what)
     is_of(sf.restore(read_only, LIKE), 2)
-    assert sf.verify(read_only) == {1: [], 2: []}
+    assert sf.checkpoint.verify(read_only) == {1: [], 2: []}
 
 
 def test_a_link_to_nowhere(tmp_path):
@@ -250,5 +252,5 @@ def test_a_step_that_is_a_link(saved, tmp_path):
     is_of(sf.restore(saved, LIKE, step=1), 1)
     with sf.Checkpoints(saved, keep=1) as series:
         series.save(make_state(3), step=3)
-    assert sf.verify(saved) == {3: []}
+    assert sf.checkpoint.verify(saved) == {3: []}
     assert sorted(path.name for path in saved.iterdir()) == ["3"]

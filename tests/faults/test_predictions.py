@@ -103,7 +103,7 @@ def test_a_full_disk(small_disk, whole, count):
         folder = disk / f"{left}"
         folder.mkdir()
         fill(disk, left=left)
-        with pytest.raises(sf.CheckpointError, match=words):
+        with pytest.raises(sf.errors.CheckpointError, match=words):
             predicts(folder)
         found = content(folder)
         assert not any(name.endswith(".part") for name in found)
@@ -117,7 +117,9 @@ def test_a_full_disk(small_disk, whole, count):
 def test_a_limit_of_the_size_of_files(tmp_path, whole):
     with (
         file_size(100),
-        pytest.raises(sf.CheckpointError, match=r"json: expected .* got an error: File too large"),
+        pytest.raises(
+            sf.errors.CheckpointError, match=r"json: expected .* got an error: File too large"
+        ),
     ):
         predicts(tmp_path)
     assert content(tmp_path) == {}
@@ -129,7 +131,7 @@ def denied(folder):
     os.setuid(65534)  # nobody
     try:
         predicts(folder)
-    except sf.CheckpointError as error:
+    except sf.errors.CheckpointError as error:
         print(error)
 
 

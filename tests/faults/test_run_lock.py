@@ -15,7 +15,7 @@ from tests import small
 
 import stepfold as sf
 from stepfold.checkpoint import claims as run_lock
-from stepfold.loop.run_files import RunLock
+from stepfold.runs.files import RunLock
 
 
 def trains(folder, seconds, steps):
@@ -34,7 +34,7 @@ def trains(folder, seconds, steps):
     try:
         result = sf.fit(count, {"step": jnp.int32(0)}, batches(), steps=steps, run_dir=folder)
         print(result.stop_reason)
-    except sf.ConfigError as error:
+    except sf.errors.ConfigError as error:
         print(error)
         sys.exit(3)
 
@@ -156,7 +156,9 @@ def test_a_live_process_of_this_host_is_not_ignored_although_it_was_stopped_for_
     tmp_path, clock
 ):
     claim(tmp_path, age=1e6)
-    with pytest.raises(sf.ConfigError, match=r"process \d+ on there since 2026-01-02T03:04:05"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"process \d+ on there since 2026-01-02T03:04:05"
+    ):
         acquire(tmp_path)
     assert len(claims(tmp_path)) == 1
 
@@ -226,7 +228,9 @@ def test_a_directory_has_one_lock_by_all_of_its_names(tmp_path, clock):
     for first, second in ((folder, other), (other, folder)):
         lock = RunLock(first, print)
         lock.acquire()
-        with pytest.raises(sf.ConfigError, match="expected a directory that no other run uses"):
+        with pytest.raises(
+            sf.errors.ConfigError, match="expected a directory that no other run uses"
+        ):
             acquire(second)
         lock.release()
     assert not claims(folder)
@@ -238,7 +242,7 @@ def test_a_process_of_another_host_that_gives_a_sign_of_life_has_the_directory(
 ):
     path = claim(tmp_path, machine="other", name=name)
     clock.on_sleep = lambda: os.utime(path) if clock.now > 30 else None
-    with pytest.raises(sf.ConfigError, match=f"on there since .*{name}"):
+    with pytest.raises(sf.errors.ConfigError, match=f"on there since .*{name}"):
         acquire(tmp_path)
     assert claims(tmp_path) == [path]
     assert clock.now < 40
@@ -298,7 +302,7 @@ def test_one_of_many_that_begin_at_once_has_it(tmp_path, monkeypatch, count):
         together.wait()
         try:
             lock.acquire()
-        except sf.ConfigError as error:
+        except sf.errors.ConfigError as error:
             errors.append(error)
             return
         held.append(lock)
@@ -321,5 +325,5 @@ def test_one_of_many_that_begin_at_once_has_it(tmp_path, monkeypatch, count):
 
 
 def test_a_full_or_forbidden_directory_is_an_error_of_run_dir(tmp_path):
-    with pytest.raises(sf.ConfigError, match=r"run_dir: expected a directory to write in"):
+    with pytest.raises(sf.errors.ConfigError, match=r"run_dir: expected a directory to write in"):
         acquire(tmp_path / "missing")

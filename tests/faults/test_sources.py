@@ -104,7 +104,7 @@ def test_a_generator_that_raised_does_not_end_as_if_all_were_well():
     assert caught.value.__notes__ == [note]
     for _ in range(2):
         says = r"continues after an error, got one that ended after raising OSError\('disk'\)"
-        with pytest.raises(sf.DataError, match=says) as caught:
+        with pytest.raises(sf.errors.DataError, match=says) as caught:
             next(stream)
         assert isinstance(caught.value.__cause__, OSError)
     assert stream.get_state()["step"] == 2
@@ -114,7 +114,7 @@ def test_a_function_that_cannot_begin_anew_says_in_which_epoch():
     beginnings = iter([range(4)])
     stream = sf.batches(lambda: next(beginnings, None), 4)
     next(stream)
-    with pytest.raises(sf.DataError, match="got one that makes NoneType None") as caught:
+    with pytest.raises(sf.errors.DataError, match="got one that makes NoneType None") as caught:
         next(stream)
     assert "reading example 0 of epoch 1" in caught.value.__notes__[0]
 
@@ -125,7 +125,9 @@ def test_a_missing_example_of_a_stream_is_refused_on_every_process(process):
     stream = sf.batches(iter([0, 1, 2, 3, 4, None, 6, 7]), 4, **share)
     next(stream)
     for _ in range(2):
-        with pytest.raises(sf.DataError, match="got None as example 5 of the stream") as caught:
+        with pytest.raises(
+            sf.errors.DataError, match="got None as example 5 of the stream"
+        ) as caught:
             next(stream)
         assert "making the batch of step 1: examples 4 to 7" in caught.value.__notes__[0]
 
@@ -135,7 +137,9 @@ def test_a_stream_of_what_does_not_stack_says_which_and_keeps_it():
     stream = sf.batches(iter(ragged), 2)
     next(stream)
     for _ in range(2):
-        with pytest.raises(sf.DataError, match=r"float64\[3\] at index 2 and float64\[2\] at in"):
+        with pytest.raises(
+            sf.errors.DataError, match=r"float64\[3\] at index 2 and float64\[2\] at in"
+        ):
             next(stream)
     padded = sf.batches(iter(ragged), 2, collate=lambda rows: sf.collate(rows, length=3))
     assert [jax.tree.map(np.shape, batch) for batch in padded][1]["mask"] == (2, 3)

@@ -66,18 +66,18 @@ def test_a_deletion_that_a_kill_prevents_is_done_when_the_series_is_opened(
     args = (*map(str, folders), at, {"keep": 1})
     assert forks.run(saves_and_is_killed, *args).code == -signal.SIGKILL
     (folders[1],) = folders[1].iterdir()
-    assert [[*sf.verify(folder)] for folder in folders] == left
+    assert [[*sf.checkpoint.verify(folder)] for folder in folders] == left
     # To be killed again while it is done changes nothing.
     assert forks.run(saves_and_is_killed, *args[:2], 1, {"keep": 1}).code == -signal.SIGKILL
-    assert [[*sf.verify(folder)] for folder in folders] == left
+    assert [[*sf.checkpoint.verify(folder)] for folder in folders] == left
     # To look at the series deletes nothing.
     described = sf.Checkpoints(
         folders[0], keep=1, temporary=sf.Temporary(tmp_path / "local", every=2, keep=1)
     )
     assert described.restore({"w": np.zeros(3, int)}).step == newest
-    assert [[*sf.verify(folder)] for folder in folders] == left
+    assert [[*sf.checkpoint.verify(folder)] for folder in folders] == left
     described.open().close()
-    assert [[*sf.verify(folder)] for folder in folders] == kept
+    assert [[*sf.checkpoint.verify(folder)] for folder in folders] == kept
     names = [[name.partition("-")[0] for name in names_in(folder)] for folder in folders]
     assert names == [[str(step) for step in steps] for steps in kept]
 
@@ -91,8 +91,8 @@ def test_a_series_that_is_opened_deletes_nothing_that_was_kept(tmp_path):
             series.save({"w": np.zeros(3)}, step=step)
     temporary = sf.Temporary(tmp_path / "local", every=1, keep=1)
     sf.Checkpoints(tmp_path / "a", keep=1, temporary=temporary).open().close()
-    assert [*sf.verify(tmp_path / "a")] == [3, 6]
-    assert [*sf.verify(local(tmp_path))] == [7, 8]
+    assert [*sf.checkpoint.verify(tmp_path / "a")] == [3, 6]
+    assert [*sf.checkpoint.verify(local(tmp_path))] == [7, 8]
 
 
 # In fit
@@ -117,14 +117,14 @@ def cut_at(folder, step, checkpoints=None):
 def test_fit_resumes_from_a_temporary_step(tmp_path, step):
     cut_at(tmp_path, step)
     durable = [number for number in (12, 24) if number < step]
-    assert [*sf.verify(tmp_path / "checkpoints")] == durable
-    (newest,) = sf.verify(local(tmp_path))
+    assert [*sf.checkpoint.verify(tmp_path / "checkpoints")] == durable
+    (newest,) = sf.checkpoint.verify(local(tmp_path))
     assert newest >= step - 2
     result = course.run(tmp_path, checkpoints=described(tmp_path))
     assert result.resumed == newest
     assert course.told(result) == course.whole()
-    assert [*sf.verify(tmp_path / "checkpoints")] == [12, 24, 36, 40]
-    assert [*sf.verify(local(tmp_path))] == []
+    assert [*sf.checkpoint.verify(tmp_path / "checkpoints")] == [12, 24, 36, 40]
+    assert [*sf.checkpoint.verify(local(tmp_path))] == []
 
 
 @pytest.mark.full
@@ -170,7 +170,7 @@ def test_a_signal_saves_permanently(tmp_path, when):
     send = lambda: os.kill(os.getpid(), signal.SIGTERM)
     if when == "right after a resume":
         cut_at(tmp_path, 15)
-        (step,) = sf.verify(local(tmp_path))
+        (step,) = sf.checkpoint.verify(local(tmp_path))
 
         class Signalled:
             def __init__(self):
@@ -190,8 +190,8 @@ def test_a_signal_saves_permanently(tmp_path, when):
     with pytest.raises(SystemExit) as caught:
         course.run(tmp_path, checkpoints=described(tmp_path), **options)
     assert caught.value.result.steps == step
-    assert max(sf.verify(tmp_path / "checkpoints")) == step
-    assert [*sf.verify(local(tmp_path))] == []
+    assert max(sf.checkpoint.verify(tmp_path / "checkpoints")) == step
+    assert [*sf.checkpoint.verify(local(tmp_path))] == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = course.run(tmp_path, checkpoints=described(tmp_path))
@@ -204,12 +204,12 @@ def test_requests_and_the_end_are_saved_permanently(tmp_path):
     hook = lambda event: checkpoints.request() if event.is_train and event.step == 30 else None
     result = course.run(tmp_path, checkpoints=checkpoints, hooks=hook)
     assert course.told(result) == course.whole()
-    assert [*sf.verify(tmp_path / "checkpoints")] == [12, 24, 30, 36, 40]
+    assert [*sf.checkpoint.verify(tmp_path / "checkpoints")] == [12, 24, 30, 36, 40]
 
 
 def test_a_run_that_is_not_to_resume_refuses_temporary_steps_too(tmp_path):
     cut_at(tmp_path, 5)
-    with pytest.raises(sf.ConfigError, match="expected a directory without checkpoints"):
+    with pytest.raises(sf.errors.ConfigError, match="expected a directory without checkpoints"):
         course.run(tmp_path, checkpoints=described(tmp_path), resume=False)
 
 
@@ -222,9 +222,9 @@ def test_continuous_saves_keep_the_bits_of_a_run(tmp_path, monkeypatch):
         return sf.Checkpoints(every=24, keep=None, temporary=temporary)
 
     cut_at(tmp_path, 20, checkpoints())
-    (newest,) = sf.verify(local(tmp_path))
+    (newest,) = sf.checkpoint.verify(local(tmp_path))
     assert 0 < newest <= 20
     result = course.run(tmp_path, checkpoints=checkpoints())
     assert result.resumed == newest
     assert course.told(result) == course.whole()
-    assert [*sf.verify(local(tmp_path))] == []
+    assert [*sf.checkpoint.verify(local(tmp_path))] == []

@@ -112,7 +112,7 @@ def compiled(mesh=None):
     tx = sf.ema_params(optax.adam(1e-2), 0.9)
     key = jax.random.key(0)
     shape = jax.eval_shape(lambda key: sf.init_state(weights, tx, key), key)
-    plan = None if mesh is None else sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
+    plan = None if mesh is None else sf.make_sharding(shape, mesh, sf.sharding.fsdp(min_size=1))
     if plan is not None:
         shape = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
@@ -262,7 +262,7 @@ class Run:
 
     def newest(self):
         """Return the number of the newest step, or 0, and check that every step is whole."""
-        problems = [sf.verify(folder) for folder in self.folders()]
+        problems = [sf.checkpoint.verify(folder) for folder in self.folders()]
         assert not any(any(steps.values()) for steps in problems), problems
         return max((step for steps in problems for step in steps), default=0)
 
@@ -299,6 +299,6 @@ def cut(step):
             raise Cut
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stepfold.loop.session.rescue", lambda *_: None)
+        patch.setattr("stepfold.runs.session.rescue", lambda *_: None)
         with pytest.raises(Cut):
             yield hook

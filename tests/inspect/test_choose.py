@@ -55,18 +55,18 @@ def peak(**options):
 def test_the_cheapest_is_the_one_with_the_fewest_flops_that_fits():
     """Rematerialization costs FLOPs; among equals the one with less memory is cheaper."""
     assert peak(**SPLIT) < peak()
-    choice = sf.choose(make_step, SHAPE, BATCH, [AGAIN, PLAIN, SPLIT])
+    choice = sf.inspect.choose(make_step, SHAPE, BATCH, [AGAIN, PLAIN, SPLIT])
     assert choice.arguments == SPLIT
     assert choice.report.memory.peak == peak(**SPLIT)
-    only = sf.choose(compiled, SHAPE, BATCH, [AGAIN, PLAIN], limit=peak() - 1)
+    only = sf.inspect.choose(compiled, SHAPE, BATCH, [AGAIN, PLAIN], limit=peak() - 1)
     assert only.arguments == AGAIN
-    both = sf.choose(compiled, SHAPE, BATCH, [AGAIN, PLAIN], limit=peak())
+    both = sf.inspect.choose(compiled, SHAPE, BATCH, [AGAIN, PLAIN], limit=peak())
     assert both.arguments == PLAIN
     assert both.report.flops.dots < only.report.flops.dots
 
 
 def test_the_table_has_all():
-    choice = sf.choose(compiled, SHAPE, BATCH, [PLAIN, SPLIT], limit=peak() - 1)
+    choice = sf.inspect.choose(compiled, SHAPE, BATCH, [PLAIN, SPLIT], limit=peak() - 1)
     head, _, plain, split, _, last = str(choice).splitlines()
     assert head.split() == ["on", "each", "device", "memory", "FLOPs", "extra", "sent", "fits"]
     assert plain.startswith("no arguments  ")
@@ -81,10 +81,12 @@ def test_layouts_are_compared_by_what_they_send_and_hold():
     reports = [sf.describe(make_step(), SHAPE, BATCH, sharding=plan) for plan in plans]
     assert reports[0].moved < reports[1].moved
     layouts = [{"sharding": plan} for plan in plans]
-    choice = sf.choose(make_step, SHAPE, BATCH, layouts)
+    choice = sf.inspect.choose(make_step, SHAPE, BATCH, layouts)
     assert choice.arguments is layouts[0]
     limit = reports[0].memory.peak - 1
-    choice = sf.choose(make_step, SHAPE, BATCH, [*layouts, SPLIT], limit=limit, sharding=plans[1])
+    choice = sf.inspect.choose(
+        make_step, SHAPE, BATCH, [*layouts, SPLIT], limit=limit, sharding=plans[1]
+    )
     assert choice.arguments in (layouts[1], SPLIT)
     assert choice.report.devices == 8
     assert "\nsharding 0  " in str(choice)
@@ -94,12 +96,12 @@ def test_layouts_are_compared_by_what_they_send_and_hold():
 def test_a_function_of_devices_makes_the_plans_of_all_and_runs_with_the_choice():
     devices = jax.devices()[:4]
     layouts = [{"dims": (1, -1, 1, 1)}, {"dims": (-1, 1, 1, 1)}]
-    choice = sf.choose(build, SHAPE, BATCH, layouts, devices=devices)
+    choice = sf.inspect.choose(build, SHAPE, BATCH, layouts, devices=devices)
     assert choice.arguments is layouts[1]
     step, plan = build(devices, **layouts[1])
     assert choice.report == sf.describe(step, SHAPE, BATCH, sharding=plan)
     limit = choice.report.memory.peak - 1
-    choice = sf.choose(build, SHAPE, BATCH, [*layouts, SPLIT], devices=devices, limit=limit)
+    choice = sf.inspect.choose(build, SHAPE, BATCH, [*layouts, SPLIT], devices=devices, limit=limit)
     assert (choice.arguments, choice.report.devices) == (SPLIT, 4)
     step, plan = build(devices, **choice.arguments)
     state = sf.init_state(init, TX, jax.random.key(0), sharding=plan)
@@ -118,22 +120,26 @@ def test_a_function_of_devices_makes_the_plans_of_all_and_runs_with_the_choice()
     ],
 )
 def test_what_a_function_of_devices_returns_is_checked(function, words):
-    with pytest.raises(sf.ConfigError, match=f"make_step: expected {words}") as caught:
-        sf.choose(function, SHAPE, BATCH, [PLAIN], devices=jax.devices()[:4])
+    with pytest.raises(sf.errors.ConfigError, match=f"make_step: expected {words}") as caught:
+        sf.inspect.choose(function, SHAPE, BATCH, [PLAIN], devices=jax.devices()[:4])
     assert caught.value.__notes__[-1:] == ["candidates: raised for no arguments"]
 
 
 def test_a_function_of_devices_takes_no_other_plan():
     devices, plan = jax.devices(), build(jax.devices())[1]
     for options in ({"sharding": plan}, {"candidates": [PLAIN, {"sharding": plan}]}):
-        with pytest.raises(sf.ConfigError, match="sharding: expected none with devices=…, got one"):
-            sf.choose(build, SHAPE, BATCH, **{"candidates": [PLAIN]} | options, devices=devices)
+        with pytest.raises(
+            sf.errors.ConfigError, match="sharding: expected none with devices=…, got one"
+        ):
+            sf.inspect.choose(
+                build, SHAPE, BATCH, **{"candidates": [PLAIN]} | options, devices=devices
+            )
 
 
 def test_if_none_fits_the_error_lists_all():
     words = r"(?s)^candidates: expected one that fits into 1.00 KiB, got none; .*\n\non each device"
-    with pytest.raises(sf.OutOfMemoryError, match=words) as caught:
-        sf.choose(compiled, SHAPE, BATCH, [PLAIN, SPLIT], limit=1024)
+    with pytest.raises(sf.errors.OutOfMemoryError, match=words) as caught:
+        sf.inspect.choose(compiled, SHAPE, BATCH, [PLAIN, SPLIT], limit=1024)
     assert "\nno arguments " in str(caught.value)
     assert "\naccumulate=16 " in str(caught.value)
 
@@ -152,12 +158,14 @@ def refuse_programs(monkeypatch, unless="no text of a program"):
 
 def test_what_the_compiler_refuses_does_not_fit(monkeypatch):
     refuse_programs(monkeypatch, unless="while")  # those that accumulate
-    choice = sf.choose(make_step, SHAPE, BATCH, [PLAIN, SPLIT, AGAIN])
+    choice = sf.inspect.choose(make_step, SHAPE, BATCH, [PLAIN, SPLIT, AGAIN])
     assert choice.arguments == SPLIT
     *_, plain, split, again, _, _ = str(choice).splitlines()
     assert plain.endswith("no: RESOURCE_EXHAUSTED: Used 19G of 15G")
-    with pytest.raises(sf.OutOfMemoryError, match=r"(?s)fits into a device, .*arguments .*no: R"):
-        sf.choose(make_step, SHAPE, BATCH, [PLAIN])
+    with pytest.raises(
+        sf.errors.OutOfMemoryError, match=r"(?s)fits into a device, .*arguments .*no: R"
+    ):
+        sf.inspect.choose(make_step, SHAPE, BATCH, [PLAIN])
     # Its FLOPs are known without a program, and are what the others are compared with.
     share = amount(choice.report.flops.dots)
     assert f"  {share}     0%  " in plain
@@ -167,22 +175,22 @@ def test_what_the_compiler_refuses_does_not_fit(monkeypatch):
 
 
 def test_other_errors_name_the_candidate():
-    with pytest.raises(sf.DataError, match="accumulate=7: expected a divisor") as caught:
-        sf.choose(make_step, SHAPE, BATCH, [{"accumulate": 7}])
+    with pytest.raises(sf.errors.DataError, match="accumulate=7: expected a divisor") as caught:
+        sf.inspect.choose(make_step, SHAPE, BATCH, [{"accumulate": 7}])
     assert caught.value.__notes__[-1:] == ["candidates: raised for accumulate=7"]
 
 
 @pytest.mark.parametrize("candidates", [[], {}, {"accumulate": 1}, [1], None, "no"])
 def test_what_is_no_list_of_arguments_is_refused(candidates):
     words = r'candidates: expected a list of arguments, got .*; pass \[\{"accumulate": 1\}, '
-    with pytest.raises(sf.ConfigError, match=words):
-        sf.choose(make_step, SHAPE, BATCH, candidates)
+    with pytest.raises(sf.errors.ConfigError, match=words):
+        sf.inspect.choose(make_step, SHAPE, BATCH, candidates)
 
 
 @pytest.mark.parametrize("limit", [0, -1, "16G", True])
 def test_a_limit_is_a_number_of_bytes(limit):
-    with pytest.raises(sf.ConfigError, match="limit: expected bytes, a number above 0, got"):
-        sf.choose(make_step, SHAPE, BATCH, [PLAIN], limit=limit)
+    with pytest.raises(sf.errors.ConfigError, match="limit: expected bytes, a number above 0, got"):
+        sf.inspect.choose(make_step, SHAPE, BATCH, [PLAIN], limit=limit)
 
 
 # Rematerialization
@@ -207,7 +215,7 @@ NOTHING = {"remat": jax.checkpoint_policies.nothing_saveable}
 
 @pytest.mark.full
 def test_the_policy_that_fits_is_chosen_from_a_table_of_all():
-    choice = sf.choose_remat(make_remat, SHAPE, BATCH, limit=6 * 2**20)
+    choice = sf.inspect.choose_remat(make_remat, SHAPE, BATCH, limit=6 * 2**20)
     assert choice.arguments == NOTHING
     assert choice.report.memory.peak <= 6 * 2**20
     _, _, *rows, _, last = str(choice).splitlines()
@@ -229,7 +237,7 @@ def test_a_function_of_devices_makes_the_plan_for_each_policy():
         plan = sf.make_sharding(SHAPE, sf.make_mesh(devices=devices))
         return make_remat(remat, names=()), plan
 
-    choice = sf.choose_remat(build, SHAPE, BATCH, devices=jax.devices()[:2])
+    choice = sf.inspect.choose_remat(build, SHAPE, BATCH, devices=jax.devices()[:2])
     assert (choice.arguments, choice.report.devices) != (NOTHING, 2)
     assert choice.report.devices == 2
     assert "names" not in str(choice)
@@ -238,14 +246,14 @@ def test_a_function_of_devices_makes_the_plan_for_each_policy():
 def test_a_step_that_ignores_its_policy_is_refused():
     words = "make_step: expected a step whose gradients use remat, got one that ignores it; pass it"
     for step in (make_step(), sf.make_eval_step(loss_fn)):
-        with pytest.raises(sf.ConfigError, match=words):
-            sf.choose_remat(lambda remat, step=step: step, SHAPE, BATCH)
+        with pytest.raises(sf.errors.ConfigError, match=words):
+            sf.inspect.choose_remat(lambda remat, step=step: step, SHAPE, BATCH)
 
 
 def test_if_no_policy_fits_the_error_has_the_flops_of_all(monkeypatch):
     refuse_programs(monkeypatch)
-    with pytest.raises(sf.OutOfMemoryError, match="into a device, got none; ") as caught:
-        sf.choose_remat(make_remat, SHAPE, BATCH)
+    with pytest.raises(sf.errors.OutOfMemoryError, match="into a device, got none; ") as caught:
+        sf.inspect.choose_remat(make_remat, SHAPE, BATCH)
     assert re.findall(r" (\d+%) ", str(caught.value)) == ["0%", "0%", "0%", "17%", "17%"]
 
 
@@ -258,10 +266,10 @@ def test_what_the_host_keeps_comes_last(monkeypatch):
         return dataclasses.replace(report, memory=memory)
 
     monkeypatch.setattr(sys.modules["stepfold.inspect.choose"], "describe", describe)
-    choice = sf.choose(dict, SHAPE, BATCH, [SPLIT, AGAIN])
+    choice = sf.inspect.choose(dict, SHAPE, BATCH, [SPLIT, AGAIN])
     assert choice.arguments == AGAIN
     assert " + 3.00 MiB on the host  " in str(choice)
-    assert sf.choose(dict, SHAPE, BATCH, [SPLIT]).arguments == SPLIT
+    assert sf.inspect.choose(dict, SHAPE, BATCH, [SPLIT]).arguments == SPLIT
 
 
 @pytest.mark.parametrize(

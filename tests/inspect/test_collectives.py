@@ -360,7 +360,8 @@ def test_a_group_of_replicas_may_mean_all_their_partitions():
 
 def test_groups_in_an_unknown_form_are_refused():
     with pytest.raises(
-        sf.ConfigError, match=r"replica_groups: expected lists, an iota or a mesh .*got 'replica_gr"
+        sf.errors.ConfigError,
+        match=r"replica_groups: expected lists, an iota or a mesh .*got 'replica_gr",
     ):
         replica_groups("replica_groups=<new>")
 
@@ -448,10 +449,12 @@ def test_a_line_is_taken_apart():
 
 
 def test_text_that_is_not_understood_is_refused():
-    with pytest.raises(sf.ConfigError, match=r"expected text with an ENTRY.*got 'func'.*as_text"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"expected text with an ENTRY.*got 'func'.*as_text"
+    ):
         parse("func")
     with pytest.raises(
-        sf.ConfigError, match=r"expected `%name = type op\(operands\)`, got '  %y = "
+        sf.errors.ConfigError, match=r"expected `%name = type op\(operands\)`, got '  %y = "
     ):
         line("%y = f32[] add(%x, ")
 

@@ -196,7 +196,7 @@ def test_a_donated_state_used_again_is_refused(mesh, looked):
             step(born(mesh), on_host())
     step(state, on_host())
     words = "^state/step, state/params/b, .*: the arrays were donated to .*; .*donate=False"
-    with pytest.raises(sf.ConfigError, match=words):
+    with pytest.raises(sf.errors.ConfigError, match=words):
         step(state, on_host())
 
 
@@ -280,7 +280,9 @@ def test_python_scalars_stay_allowed_if_the_example_had_them(mesh, looked, compi
     assert compiles == []
     first, second, third = (float(one.compute()) for one in loss)
     assert (second, third) == (2 * first, 0)
-    with pytest.raises(sf.RetraceError, match=r"batch/scale: expected float32\[\], got int 2"):
+    with pytest.raises(
+        sf.errors.RetraceError, match=r"batch/scale: expected float32\[\], got int 2"
+    ):
         step(state, with_scalars(2))
 
 
@@ -417,7 +419,7 @@ def test_another_argument_is_refused_by_its_path(mesh, looked, compiles):
         wrong = change(state, batch, mesh)
         compiles.clear()
         for _ in range(2):
-            with pytest.raises(sf.RetraceError, match=words) as caught:
+            with pytest.raises(sf.errors.RetraceError, match=words) as caught:
                 step(*wrong)
         assert str(caught.value).startswith("the step was compiled for other arguments, and would")
         assert caught.value.__suppress_context__, fault
@@ -436,9 +438,11 @@ def test_arrays_that_are_whole_where_they_were_cut_are_refused(looked, compiles)
     params = {**state.params, "w": jax.device_put(state.params["w"], everywhere)}
     whole = jax.device_put(batch, everywhere)
     compiles.clear()
-    with pytest.raises(sf.RetraceError, match=WHOLE):
+    with pytest.raises(sf.errors.RetraceError, match=WHOLE):
         step(state._replace(params=params), batch)
-    with pytest.raises(sf.RetraceError, match="batch/x: expected it on .*\n  batch/y: expected it"):
+    with pytest.raises(
+        sf.errors.RetraceError, match="batch/x: expected it on .*\n  batch/y: expected it"
+    ):
         step(state, whole)
     assert compiles == []
 
@@ -461,7 +465,7 @@ def test_advice_on_shapes_is_given_for_changed_shapes_only():
         (("narrower batch", "unsigned labels", "missing leaf", "extra leaf"), False),
     ):
         for fault in faults:
-            with pytest.raises(sf.RetraceError) as caught:
+            with pytest.raises(sf.errors.RetraceError) as caught:
                 step(*FAULTS[fault][0](state, batch, None))
             assert ("Keep the batch shape" in str(caught.value)) == is_given, fault
 
@@ -599,14 +603,16 @@ def test_an_error_at_run_time_comes_through_unchanged(message, looked):
 )
 def test_what_is_no_plain_step_is_refused(step, got):
     words = f"compile_step: expected a step .*, neither jitted nor compiled, got {got}"
-    with pytest.raises(sf.ConfigError, match=words):
+    with pytest.raises(sf.errors.ConfigError, match=words):
         sf.compile_step(step(), make(), on_host())
 
 
 def test_a_state_on_two_meshes_is_refused():
     key = jax.device_put(jax.random.key(0), NamedSharding(sf.make_mesh((8, 1, 1, 1)), P()))
     state = born(sf.make_mesh((1, 8, 1, 1)))._replace(key=key)
-    with pytest.raises(sf.ShardingError, match="state: expected all of it on one mesh, got .*'dp'"):
+    with pytest.raises(
+        sf.errors.ShardingError, match="state: expected all of it on one mesh, got .*'dp'"
+    ):
         sf.compile_step(STEP, state, on_host())
 
 
@@ -622,17 +628,17 @@ FIRST, THIRD = jax.devices()[0], jax.devices()[3]
 def test_a_state_that_is_partly_elsewhere_is_refused_by_its_paths():
     mesh = sf.make_mesh()
     state = sf.init_state({"w": jnp.ones((64, 64))}, optax.sgd(0.1), jax.random.key(0))
-    state = sf.place(state, sf.make_sharding(state, mesh))
+    state = sf.sharding.place(state, sf.make_sharding(state, mesh))
     state = state._replace(key=jax.device_put(jax.random.key(0), jax.devices()[3]))
     words = r"on the devices of P\(\) of the mesh .*, got elsewhere state/key; move the state"
-    with pytest.raises(sf.ShardingError, match=words):
+    with pytest.raises(sf.errors.ShardingError, match=words):
         abstract_arguments(state, jnp.ones((8, 64)))
 
 
 def test_batch_on_other_devices_is_refused_with_advice_on_batches():
     state = jax.device_put(jnp.ones(8), FIRST)
     words = r"^batch: expected .*, got elsewhere batch/x; place the batch with jax.device_put \("
-    with pytest.raises(sf.ShardingError, match=words):
+    with pytest.raises(sf.errors.ShardingError, match=words):
         abstract_arguments(state, {"x": jax.device_put(jnp.ones(8), THIRD)})
 
 
@@ -652,7 +658,7 @@ def test_batch_on_other_devices_is_refused_with_advice_on_batches():
     ],
 )
 def test_the_error_for_other_types_says_what_to_pass(state, batch, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         abstract_arguments(state, batch)
 
 
@@ -686,5 +692,5 @@ def test_options_of_the_compiler_change_the_program():
     [{"xla_no_such_option": 1}, {"xla_allow_excess_precision": "maybe"}, ["x"], {1: 2}, {"a": []}],
 )
 def test_other_options_of_the_compiler_are_refused(options):
-    with pytest.raises(sf.ConfigError, match=r"^compiler_options: expected "):
+    with pytest.raises(sf.errors.ConfigError, match=r"^compiler_options: expected "):
         sf.compile_step(STEP, SHAPE, on_host(), compiler_options=options)

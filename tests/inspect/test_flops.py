@@ -275,7 +275,7 @@ def test_what_shard_map_does_over_one_axis_of_two_counts_each_once():
 )
 def test_products_are_those_of_all_devices_together(dims, once):
     plan = sf.make_sharding(STATE, sf.make_mesh(dims))
-    options = {"grad": sf.reduce_once(plan), "accumulate": 2} if once else {}
+    options = {"grad": sf.sharding.reduce_once(plan), "accumulate": 2} if once else {}
     step = sf.make_train_step(loss_fn, TX, **options)
     report = sf.describe(step, STATE, BATCH, sharding=plan)
     assert report.flops.dots * report.devices == TRAINING

@@ -35,7 +35,7 @@ def one_device(devices):
     return *make(devices)[:3], None
 
 def too_large(devices):
-    raise sf.OutOfMemoryError("the step cannot be compiled")
+    raise sf.errors.OutOfMemoryError("the step cannot be compiled")
 
 def step_only(devices):
     return build(devices)[0]

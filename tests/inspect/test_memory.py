@@ -207,7 +207,7 @@ def test_a_step_that_does_not_fit_says_what_takes_most_and_what_to_turn():
     good = compiled()
     parts = good.compiled, good.jaxpr, good.state, good.batch
     step = CompiledStep(good.step, run, *parts, trains=True)
-    with pytest.raises(sf.OutOfMemoryError) as error:
+    with pytest.raises(sf.errors.OutOfMemoryError) as error:
         step(sf.init_state(init, TX, jax.random.key(0)), BATCH)
     message = normalized(error.value)
     assert "cannot be run in this device's memory; it needs on each device" in message
@@ -225,7 +225,7 @@ def test_what_does_not_even_compile_says_what_state_and_batch_take():
     assert "without temporaries" in found
     assert re.search(r"temporaries [\d.]+ \w+", found) is None
     assert "accumulate=n" in found
-    assert "sf.fsdp()" in found
+    assert "sf.sharding.fsdp()" in found
 
 
 @pytest.mark.parametrize("error", [RuntimeError("INTERNAL: no"), ValueError("RESOURCE_EXHAUSTED")])

@@ -70,11 +70,13 @@ def test_mfu_is_the_share_of_the_peak():
 
 
 def test_mfu_says_what_is_missing():
-    with pytest.raises(sf.ConfigError, match=r"the bfloat16 peak of 'cpu' is not known; give peak"):
+    with pytest.raises(
+        sf.errors.ConfigError, match=r"the bfloat16 peak of 'cpu' is not known; give peak"
+    ):
         peaks.mfu(1e12, 1.0, device=jax.devices()[0])
-    with pytest.raises(sf.ConfigError, match=r"mfu: got no device; give peak=\.\.\."):
+    with pytest.raises(sf.errors.ConfigError, match=r"mfu: got no device; give peak=\.\.\."):
         peaks.mfu(1e12, 1.0)
-    with pytest.raises(sf.ConfigError, match=r"expected seconds above 0, got 0\.0"):
+    with pytest.raises(sf.errors.ConfigError, match=r"expected seconds above 0, got 0\.0"):
         peaks.mfu(1e12, 0.0, peak=1e12)
 
 

@@ -149,7 +149,7 @@ def test_what_is_not_counted_is_remarked_on():
 
 def test_a_step_that_does_not_fit_raises_with_the_table():
     report = described((1, 8, 1, 1))
-    with pytest.raises(sf.ConfigError) as caught:
+    with pytest.raises(sf.errors.ConfigError) as caught:
         report.assert_fits(2**10)
     text = str(caught.value)
     assert text.startswith("the step needs ")
@@ -173,13 +173,13 @@ def deep_loss(params, batch, key):
             "Most of it is temporaries: ",
             ("accumulate=n", "remat=True", "precision='bf16'"),
         ),
-        (EVAL, 8, "Most of it is the state: ", ("sf.fsdp()", "optimizer")),
+        (EVAL, 8, "Most of it is the state: ", ("sf.sharding.fsdp()", "optimizer")),
         (EVAL, 1 << 16, "Most of it is the batch: ", ("batch",)),
     ],
 )
 def test_advice_is_on_what_takes_most(step, rows, most, turns):
     report = described(step=step, batch=jax.ShapeDtypeStruct((rows, 64), jnp.float32))
-    with pytest.raises(sf.ConfigError) as caught:
+    with pytest.raises(sf.errors.ConfigError) as caught:
         report.assert_fits(100)
     text = str(caught.value).splitlines()[-1]
     assert text.startswith(most)
@@ -200,11 +200,11 @@ def test_utilization_of_a_given_peak():
 
 def test_an_unknown_device_is_an_error():
     words = "mfu: the bfloat16 peak of 'cpu' is not known; give peak="
-    with pytest.raises(sf.ConfigError, match=words):
+    with pytest.raises(sf.errors.ConfigError, match=words):
         described().mfu(1.0)
-    with pytest.raises(sf.ConfigError, match="the float32 peak of 'cpu' is not known"):
+    with pytest.raises(sf.errors.ConfigError, match="the float32 peak of 'cpu' is not known"):
         described().mfu(1.0, dtype="float32")
-    with pytest.raises(sf.ConfigError, match="mfu: expected seconds above 0, got 0"):
+    with pytest.raises(sf.errors.ConfigError, match="mfu: expected seconds above 0, got 0"):
         described().mfu(0, peak=1.0)
 
 
@@ -319,7 +319,7 @@ def test_ten_billion_parameters_are_described_without_holding_them(dims, axis, c
         assert reduced == pytest.approx(numbers * 4, rel=0.01)
     assert bool(report.whole) == (axis == "dp")
     with pytest.raises(
-        sf.ConfigError, match="the step needs .* GiB on each device, and the limit is"
+        sf.errors.ConfigError, match="the step needs .* GiB on each device, and the limit is"
     ):
         report.assert_fits(2**30)
 
@@ -339,7 +339,7 @@ def test_sums_are_remarked_on_where_gradients_are_summed_whole(once):
     state = sf.init_state({"w": jnp.ones((128, 128))}, tx, jax.random.key(0))
     plan = sf.make_sharding(state, mesh)
     loss = lambda params, batch, key: sf.mean((batch @ params["w"]) ** 2)
-    grad = sf.reduce_once(plan) if once else sf.make_grad
+    grad = sf.sharding.reduce_once(plan) if once else sf.make_grad
     step = sf.make_train_step(loss, tx, grad=grad)
     report = sf.describe(step, state, jnp.ones((512, 128)), sharding=plan)
     words = "compiled for a CPU, which reduces the gradients of sharded parameters"
@@ -500,7 +500,7 @@ def cells(text):
 def test_parameters_and_abstract_ones_are_listed_by_their_paths_with_a_total():
     numbers, size = 2 * (8192 + 128) + 3, 2 * (8192 * 4 + 128 * 2) + 3 * 4
     for params in (PARAMS, jax.eval_shape(lambda: ARRAYS)):
-        table = sf.parameter_table(params)
+        table = sf.inspect.parameter_table(params)
         found = cells(table)
         assert list(found) == ["layers/0/b", "layers/0/w", "layers/1/b", "layers/1/w", "norm/0"]
         row = found["layers/1/w"]
@@ -508,14 +508,16 @@ def test_parameters_and_abstract_ones_are_listed_by_their_paths_with_a_total():
         assert found["layers/0/b"]["Dtype"] == "bfloat16"
         assert "Sharding" not in row
         assert table.endswith(f"Total: {numbers:,} -- {size:,} bytes")
-    assert sf.parameter_table({}).endswith("Total: 0 -- 0 bytes")
+    assert sf.inspect.parameter_table({}).endswith("Total: 0 -- 0 bytes")
 
 
 @pytest.mark.parametrize("abstract", [True, False])
 def test_a_plan_gives_the_shardings(abstract):
     rules = [("layers/0/w", P("fsdp", "tp"))]
     plan = sf.make_sharding(ARRAYS, sf.make_mesh((1, 4, 2, 1)), rules)
-    found = cells(sf.parameter_table(jax.eval_shape(lambda: ARRAYS) if abstract else ARRAYS, plan))
+    found = cells(
+        sf.inspect.parameter_table(jax.eval_shape(lambda: ARRAYS) if abstract else ARRAYS, plan)
+    )
     assert found["layers/0/w"]["Sharding"] == "('fsdp', 'tp')"
     assert found["layers/1/w"]["Sharding"] == "(None, 'fsdp')"
     assert found["layers/0/b"]["Sharding"] == "()"
@@ -524,16 +526,16 @@ def test_a_plan_gives_the_shardings(abstract):
 def test_statistics_are_of_arrays_in_their_shardings():
     plan = sf.make_sharding(ARRAYS, sf.make_mesh())
     words = "stats=True: expected arrays in their shardings, got a plan"
-    with pytest.raises(sf.ConfigError, match=words):
-        sf.parameter_table(ARRAYS, plan, stats=True)
+    with pytest.raises(sf.errors.ConfigError, match=words):
+        sf.inspect.parameter_table(ARRAYS, plan, stats=True)
     words = "stats=True: expected arrays .* got the abstract layers/0/b"
-    with pytest.raises(sf.ConfigError, match=words):
-        sf.parameter_table(jax.eval_shape(lambda: ARRAYS), stats=True)
-    found = cells(sf.parameter_table(sf.place(ARRAYS, plan), stats=True))
+    with pytest.raises(sf.errors.ConfigError, match=words):
+        sf.inspect.parameter_table(jax.eval_shape(lambda: ARRAYS), stats=True)
+    found = cells(sf.inspect.parameter_table(sf.sharding.place(ARRAYS, plan), stats=True))
     assert found["norm/0"]["Mean"] == "2.0"
     assert found["layers/0/w"]["Sharding"] == "(None, 'fsdp')"
 
 
 def test_what_is_no_array_is_refused_by_its_path():
-    with pytest.raises(sf.ConfigError, match="act: expected an array"):
-        sf.parameter_table({"w": jnp.ones(3), "act": jnp.tanh})
+    with pytest.raises(sf.errors.ConfigError, match="act: expected an array"):
+        sf.inspect.parameter_table({"w": jnp.ones(3), "act": jnp.tanh})

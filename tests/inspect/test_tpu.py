@@ -32,7 +32,7 @@ ABSTRACT = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
 @functools.cache
 def decoder(topology, **options):
     """Describe the step of a small decoder, with parameters sharded over all devices."""
-    devices = sf.devices_of(topology) if topology else jax.devices()
+    devices = sf.sharding.devices_of(topology) if topology else jax.devices()
     shape = jax.eval_shape(lambda: sf.init_state(DECODER.init, TX, jax.random.key(0)))
     batch = jax.tree.map(ABSTRACT, DECODER.make_batch(32))
     step = sf.make_train_step(DECODER.loss_fn, TX, **options)
@@ -91,14 +91,14 @@ def turn(x):
 def test_collectives_in_loops_count_as_on_a_cpu(name, topology):
     function, count = loops(turn)[name]
     assert sums(function, jax.devices()) == (count, [])
-    assert sums(function, sf.devices_of(topology)) == (count, [])
+    assert sums(function, sf.sharding.devices_of(topology)) == (count, [])
 
 
 def test_a_loop_of_unknown_length_is_listed():
     def loop(x):
         return lax.while_loop(lambda x: jnp.sum(x) > 0, turn, x)
 
-    count, listed = sums(loop, sf.devices_of("v5e:2x4"))
+    count, listed = sums(loop, sf.sharding.devices_of("v5e:2x4"))
     assert (count, len(listed)) == (1, 1)
 
 
@@ -124,8 +124,8 @@ def large(devices):
 
 
 def test_a_step_that_does_not_fit_is_refused_before_it_is_run():
-    make_step, state, batch, plan = large(sf.devices_of("v5e:1x1"))
-    with pytest.raises(sf.OutOfMemoryError) as caught:
+    make_step, state, batch, plan = large(sf.sharding.devices_of("v5e:1x1"))
+    with pytest.raises(sf.errors.OutOfMemoryError) as caught:
         sf.compile_step(make_step(), state, batch, sharding=plan)
     message = str(caught.value)
     assert message.startswith("the step cannot be compiled for this device's memory; without temp")
@@ -136,14 +136,14 @@ def test_a_step_that_does_not_fit_is_refused_before_it_is_run():
 
 def test_choose_takes_the_layout_that_fits():
     (make_step, state, batch, small), (*_, wide) = (
-        large(sf.devices_of(name)) for name in ("v5e:1x1", "v5e:2x2")
+        large(sf.sharding.devices_of(name)) for name in ("v5e:1x1", "v5e:2x2")
     )
     layouts = [{"sharding": small}, {"sharding": wide}]
-    choice = sf.choose(make_step, state, batch, layouts)
+    choice = sf.inspect.choose(make_step, state, batch, layouts)
     assert choice.arguments is layouts[1]
     assert "no: RESOURCE_EXHAUSTED" in str(choice)
-    with pytest.raises(sf.OutOfMemoryError, match="into a device, got none"):
-        sf.choose(make_step, state, batch, layouts[:1])
+    with pytest.raises(sf.errors.OutOfMemoryError, match="into a device, got none"):
+        sf.inspect.choose(make_step, state, batch, layouts[:1])
 
 
 def test_what_the_forward_pass_keeps_may_wait_in_the_memory_of_the_host():
@@ -160,7 +160,7 @@ def test_what_the_forward_pass_keeps_may_wait_in_the_memory_of_the_host():
         plan = sf.make_sharding(state, sf.make_mesh(devices=devices))
         return sf.make_train_step(loss_fn, tx), plan
 
-    choice = sf.choose_remat(build, state, batch, devices=sf.devices_of("v5e:1x1"))
+    choice = sf.inspect.choose_remat(build, state, batch, devices=sf.sharding.devices_of("v5e:1x1"))
     host = {line.split("  ")[0]: " on the host " in line for line in str(choice).splitlines()[2:9]}
     assert host == {
         "everything_saveable": False,
@@ -178,11 +178,13 @@ def test_a_step_for_a_tpu_does_not_run_here():
     tx = optax.adam(0.1)
     state = sf.init_state({"w": jnp.ones((64, 64))}, tx, jax.random.key(0))
     batch = np.ones((8, 64), np.float32)
-    plan = sf.make_sharding(state, sf.make_mesh(devices=sf.devices_of("v5e:2x2")))
+    plan = sf.make_sharding(state, sf.make_mesh(devices=sf.sharding.devices_of("v5e:2x2")))
     step = sf.make_train_step(lambda params, x, key: sf.mean((x @ params["w"]) ** 2), tx)
     step = sf.compile_step(step, state, batch, sharding=plan)
     for _ in range(2):
-        with pytest.raises(sf.ShardingError, match="expected devices that are here, got those of"):
+        with pytest.raises(
+            sf.errors.ShardingError, match="expected devices that are here, got those of"
+        ):
             step(state, batch)
     assert jax.eval_shape(step, state, batch)[0].params["w"].shape == (64, 64)
 
@@ -192,7 +194,7 @@ def test_a_state_on_the_host_is_apart_in_the_program_too():
     shape = jax.eval_shape(
         lambda: sf.init_state({"w": jnp.ones((1024, 1024))}, tx, jax.random.key(0))
     )
-    here = sf.make_sharding(shape, sf.make_mesh(devices=sf.devices_of("v5e:2x2")))
+    here = sf.make_sharding(shape, sf.make_mesh(devices=sf.sharding.devices_of("v5e:2x2")))
     host = jax.tree.map(lambda to: to.with_memory_kind("pinned_host"), here.opt_state)
     plain = sf.make_train_step(lambda params, x, key: sf.mean((x @ params["w"]) ** 2), tx)
 
@@ -260,7 +262,7 @@ def test_the_command_describes_a_step_on_a_slice(tmp_path, capsys, monkeypatch):
     ("dims", "kernel"), [((8, 1), P()), ((8, 1), P(None, "fsdp")), ((4, 2), P("fsdp", "tp"))]
 )
 def test_a_cross_entropy_by_blocks_sends_no_more_than_the_plain_one(dims, kernel):
-    mesh = sf.make_mesh(dims, ("fsdp", "tp"), devices=sf.devices_of("v5e:2x4"))
+    mesh = sf.make_mesh(dims, ("fsdp", "tp"), devices=sf.sharding.devices_of("v5e:2x4"))
     tx, rows = optax.sgd(0.1), jax.sharding.NamedSharding(mesh, P("fsdp"))
     init = lambda key: {"w": jnp.zeros((128, 128)), "out": jnp.zeros((128, 2048))}
     shape = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))

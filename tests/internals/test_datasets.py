@@ -11,12 +11,16 @@ from stepfold.internals.datasets import default_tfds_directory, has_shuffle_buff
 @pytest.mark.parametrize("name", ["read_only_builder", "DatasetNotFoundError"])
 def test_a_name_is_not_found_without_the_function(monkeypatch, name):
     monkeypatch.delattr(tfds.core, name)
-    with pytest.raises(sf.ConfigError, match="tfds_source: expected a release .* got tensorflow_d"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="tfds_source: expected a release .* got tensorflow_d"
+    ):
         sf.tfds_source("mnist", "train", data_dir="/nowhere")
 
 
 def test_the_default_directory_may_be_unknown(monkeypatch):
-    with pytest.raises(sf.DataError, match=f"to be prepared in {tfds.core.constants.DATA_DIR}"):
+    with pytest.raises(
+        sf.errors.DataError, match=f"to be prepared in {tfds.core.constants.DATA_DIR}"
+    ):
         sf.tfds_source("no_such_dataset", "train")
     monkeypatch.delattr(tfds.core.constants, "DATA_DIR")
     assert default_tfds_directory() == "its default directory"

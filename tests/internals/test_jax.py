@@ -68,7 +68,7 @@ def test_processes_cannot_agree_without_the_service(service, monkeypatch, name):
     else:
         monkeypatch.delattr(service, name)
     says = f"^jax: expected a release with .*{name}.*, through which processes agree, got jax .*;"
-    with pytest.raises(sf.ConfigError, match=says):
+    with pytest.raises(sf.errors.ConfigError, match=says):
         KeyValues("name")
 
 

@@ -18,7 +18,7 @@ def test_a_release_without_a_part_is_refused(monkeypatch, tmp_path, name):
     monkeypatch.delitem(sys.modules, "stepfold.internals.orbax")
     monkeypatch.delitem(sys.modules, "stepfold.checkpoint.writer", raising=False)
     says = f"^orbax-checkpoint: expected a release with {name}, got version .*; install >=0.12,<1"
-    with pytest.raises(sf.ConfigError, match=says):
+    with pytest.raises(sf.errors.ConfigError, match=says):
         sf.Checkpoints(every=1).open(tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

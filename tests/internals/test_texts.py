@@ -80,7 +80,7 @@ def fail(message):
     "message", ["missing 1 required keyword-only argument", "unexpected keyword argument 'value'"]
 )
 def test_a_reworded_error_of_an_optimizer_is_raised_as_it_is(monkeypatch, message):
-    with pytest.raises(sf.ConfigError, match="tx: expected"):
+    with pytest.raises(sf.errors.ConfigError, match="tx: expected"):
         update(fail(message), 1.0, (), 1.0, 1.0)
     monkeypatch.setattr(texts, "NEEDS_LOSS", re.compile("(?!)"))
     monkeypatch.setattr(texts, "REFUSES_VALUE", re.compile("(?!)"))
@@ -115,7 +115,7 @@ def test_reworded_errors_of_topologies_are_raised_as_they_are(reworded, monkeypa
 
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", find)
     with pytest.raises(RuntimeError, match="libtpu is not installed"):
-        sf.devices_of("v5e:2x2")
+        sf.sharding.devices_of("v5e:2x2")
 
 
 def test_a_reworded_nan_has_no_note(reworded):

@@ -102,7 +102,7 @@ def mesh_of(name):
 def plan_of(task, mesh):
     if mesh == "one":
         return None
-    return sf.make_sharding(_shape(task), mesh_of(mesh), sf.fsdp(min_size=1))
+    return sf.make_sharding(_shape(task), mesh_of(mesh), sf.sharding.fsdp(min_size=1))
 
 
 @functools.cache
@@ -298,13 +298,13 @@ class Spec(SimpleNamespace):
             return f"{self.name} has seen enough", state
         if self.replaces and event.kind == "eval" and event.step % self.replaces == 0:
             halved = jax.tree.map(lambda leaf: leaf * 0.5, event.state.params)
-            return sf.Replace(event.state._replace(params=halved), self.name), state
+            return sf.hooks.Replace(event.state._replace(params=halved), self.name), state
         if self.reweights and event.step and event.step % self.reweights == 0:
-            return sf.Reweight([state % 3, 1 + state % 2], self.name), state
+            return sf.hooks.Reweight([state % 3, 1 + state % 2], self.name), state
         loss = event.metrics.get("train/loss", 0.0)
         if self.goes_back and loss > 1e3:
             n = min(event.step, self.goes_back)
-            return sf.GoBack(skip=(event.step - n + 1, event.step + 1), limit=2), state
+            return sf.hooks.GoBack(skip=(event.step - n + 1, event.step + 1), limit=2), state
         return {f"{self.name}/events": state}, state
 
     def has_enough(self, state):
@@ -322,12 +322,12 @@ class Spec(SimpleNamespace):
             returned, state = self.react(event, state)
             return state, returned if event.kind != "epoch" else None
 
-        returns = [sf.Stop, sf.GoBack] if self.goes_back else [sf.Stop]
+        returns = [sf.Stop, sf.hooks.GoBack] if self.goes_back else [sf.Stop]
         return sf.Hook(
             *(0, update, self.name),
             also=("start", "epoch") if self.wants_epochs else ("start",),
             exact=self.is_exact,
-            returns=[*returns, sf.Replace, sf.Reweight],
+            returns=[*returns, sf.hooks.Replace, sf.hooks.Reweight],
         )
 
 
@@ -439,7 +439,7 @@ def call_trainer(parts):
         progress_bar_type="none",
     )  # fmt: skip
     trainer = TrainerOfParts(
-        arguments, parts, rules=sf.fsdp(min_size=1), devices=jax.devices()[:1],
+        arguments, parts, rules=sf.sharding.fsdp(min_size=1), devices=jax.devices()[:1],
         evaluations=parts.evaluations, hooks=parts.hooks,
     )  # fmt: skip
     trainer.train(**length)

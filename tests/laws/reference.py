@@ -275,9 +275,9 @@ class Fit:
         )
         for hook in self.call.hooks:
             returned, states[hook.name] = hook.react(event, states.get(hook.name, 0))
-            if isinstance(returned, sf.Replace):
+            if isinstance(returned, sf.hooks.Replace):
                 event.state = returned.state
-            elif isinstance(returned, sf.Reweight):
+            elif isinstance(returned, sf.hooks.Reweight):
                 weights = returned.weights
             elif isinstance(returned, dict):
                 event.metrics = {**event.metrics, **returned}
@@ -292,13 +292,13 @@ class Fit:
             run.replaced, self.data = run.step, self.call.data(self.directory.skips, run.changes)
         run.rows = {**run.rows, step: {**run.rows.get(step, {}), **event.metrics}}
         for reason in reasons:
-            self.ask(reason if isinstance(reason, sf.GoBack) else (effective, "hook"))
+            self.ask(reason if isinstance(reason, sf.hooks.GoBack) else (effective, "hook"))
         self.take_effect()
 
     def ask(self, request):
         """Request to go back, or to stop."""
         run = self.run
-        if isinstance(request, sf.GoBack):
+        if isinstance(request, sf.hooks.GoBack):
             run.request = run.request or request
         else:
             run.stop = run.stop or request

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ from tests.laws import random_runs
 from tests.small import full_but
 
 import stepfold as sf
-from stepfold.loop import evaluate as evaluate_module
+
+evaluate_module = importlib.import_module("stepfold.loop.evaluate")
 
 pytestmark = pytest.mark.not_optimized
 
@@ -58,8 +60,8 @@ def run(folder=None, layout="one", cut=None, spike=False, **options):
     plan, grad = None, {}
     if layout != "one":
         mesh = sf.make_mesh((8,), ("fsdp",))
-        plan = sf.make_sharding(jax.eval_shape(new_state), mesh, sf.fsdp(min_size=1))
-        grad = {"grad": sf.ordered(plan)} if layout == "ordered" else {"accumulate": 2}
+        plan = sf.make_sharding(jax.eval_shape(new_state), mesh, sf.sharding.fsdp(min_size=1))
+        grad = {"grad": sf.sharding.ordered(plan)} if layout == "ordered" else {"accumulate": 2}
     cuts = [] if cut is None else [cut]
 
     def hook(event):
@@ -67,7 +69,7 @@ def run(folder=None, layout="one", cut=None, spike=False, **options):
             cuts.pop()
             raise Cut
         if spike and event.step == 8 and event.kind == "eval":
-            return sf.GoBack(skip=2, limit=1)
+            return sf.hooks.GoBack(skip=2, limit=1)
         return None
 
     for _ in range(1 + len(cuts)):
@@ -120,7 +122,7 @@ def test_it_is_evaluated_after_a_resume_and_after_going_back(tmp_path, options):
 
 def test_a_compiled_step_evaluates_it_as_sharded_as_the_parameters():
     mesh = sf.make_mesh((8,), ("fsdp",))
-    plan = sf.make_sharding(jax.eval_shape(new_state), mesh, sf.fsdp(min_size=1))
+    plan = sf.make_sharding(jax.eval_shape(new_state), mesh, sf.sharding.fsdp(min_size=1))
     state = new_state(plan)
     step = sf.compile_step(MEASURE, state, sf.shard_batch(next(held_out()), mesh))
     evaluation = sf.Evaluation(step, held_out, ema=True)
@@ -158,12 +160,16 @@ def test_a_state_without_one_average_is_refused_before_the_first_step():
     evaluation = sf.Evaluation(measure, every=1, at_start=True, ema=True)
     for tx, count in ((SGD, 0), (optax.chain(TX, TX), 2)):
         step, state = sf.make_train_step(loss_fn, tx), new_state(tx=tx)
-        with pytest.raises(sf.ConfigError, match=f"get_ema: expected one average.*got {count}"):
+        with pytest.raises(
+            sf.errors.ConfigError, match=f"get_ema: expected one average.*got {count}"
+        ):
             sf.fit(step, state, sf.batches(DATA, 16), steps=1, evaluation=evaluation)
-        with pytest.raises(sf.ConfigError, match="get_ema: expected one average"):
+        with pytest.raises(sf.errors.ConfigError, match="get_ema: expected one average"):
             evaluation(state)
-    with pytest.raises(sf.ConfigError, match="eval: ema=True: expected a TrainState, got dict"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="eval: ema=True: expected a TrainState, got dict"
+    ):
         evaluation({"params": 1})
-    with pytest.raises(sf.ConfigError, match="ema: expected True or False"):
+    with pytest.raises(sf.errors.ConfigError, match="ema: expected True or False"):
         sf.Evaluation(measure, ema="average")
     assert not seen

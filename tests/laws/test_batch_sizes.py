@@ -49,8 +49,8 @@ def test_each_size_is_compiled_once_before_the_first_step(compiles, caplog, tmp_
         mesh = sf.make_mesh()
         sizes = [(start, 2 * len(mesh.devices.flat) * size) for start, size in RAMP]
         data = {name: np.tile(leaf, (16, *[1] * (leaf.ndim - 1))) for name, leaf in data.items()}
-        plan = sf.make_sharding(jax.eval_shape(course.start), mesh, sf.fsdp(min_size=1))
-        state = sf.place(state, plan)
+        plan = sf.make_sharding(jax.eval_shape(course.start), mesh, sf.sharding.fsdp(min_size=1))
+        state = sf.sharding.place(state, plan)
         wrap = lambda batches: sf.prefetch(batches, sharding=lambda b: sf.shard_batch(b, mesh))
     batches = wrap(sf.batches(data, sizes, seed=0))
     caplog.set_level(logging.INFO, "stepfold")
@@ -126,11 +126,13 @@ def test_what_a_later_size_breaks_is_an_error_before_the_first_step(step, size, 
 
 def test_a_compiled_step_is_refused_for_sizes_that_it_does_not_take():
     step = sf.compile_step(course.STEP, course.start(), next(ramp()))
-    with pytest.raises(sf.ConfigError, match="for batches of 8 and later of 16, got CompiledStep"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="for batches of 8 and later of 16, got CompiledStep"
+    ):
         course.run(step=step, data=ramp(), steps=10)
     assert course.run(step=step, data=ramp(), steps=7).steps == 7
 
 
 def test_another_shape_within_a_size_is_still_refused():
-    with pytest.raises(sf.RetraceError, match=r"batch/x: expected float32\[8,3\], got"):
+    with pytest.raises(sf.errors.RetraceError, match=r"batch/x: expected float32\[8,3\], got"):
         course.run(data=ramp([(0, 8), (30, 16)], remainder="keep"))

@@ -17,8 +17,8 @@ import pytest
 
 import stepfold as sf
 import stepfold.core.metrics  # as each step does on first use
-import stepfold.loop.resume  # and these, as `fit` does
-import stepfold.loop.run_files
+import stepfold.runs.files
+import stepfold.runs.resume  # and these, as `fit` does
 
 _ = [getattr(sf, name) for name in sf.__all__]  # or the bodies of modules would count
 pytestmark = pytest.mark.not_optimized

@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import stepfold as sf
-from stepfold.core import check
 from stepfold.core.metrics import DifferentLeaves
+from stepfold.debug import check
 
 from . import network
 
@@ -156,18 +156,18 @@ def check_flips(make, call, flips):
     bit=st.integers(0, 7),
 )
 def test_a_flipped_bit_is_found_in_its_step_and_leaf(call, path, byte, bit):
-    check_flips(sf.check_step, call, [(path, byte, bit)])
+    check_flips(sf.debug.check_step, call, [(path, byte, bit)])
 
 
 TWO_SIGNS = [("w", 3, 7), ("w", 15, 7)]
 
 
 def test_two_signs_that_flip_are_found():
-    check_flips(sf.check_step, 1, TWO_SIGNS)
+    check_flips(sf.debug.check_step, 1, TWO_SIGNS)
 
 
 def test_a_step_without_errors_is_not_corrupt_although_it_has_a_nan():
-    check_flips(sf.check_step, 2, [])
+    check_flips(sf.debug.check_step, 2, [])
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_what_depends_on_the_batch_alone_runs_twice_as_well():
         return {"step": state["step"] + 1, "w": state["w"] * scale + product}, {}
 
     state = {"step": jnp.int32(0), "w": jnp.zeros((8, 8))}
-    checked = jax.jit(sf.check_step(step, every=2))
+    checked = jax.jit(sf.debug.check_step(step, every=2))
     for number, wanted in enumerate((2, 3, 5, 6)):
         jax.block_until_ready(checked({**state, "step": jnp.int32(number)}, BATCH))
         assert len(calls) == wanted
@@ -219,7 +219,7 @@ def test_state_and_metrics_are_those_of_the_step(devices, options):
     start = lambda: sf.init_state(init, TX, jax.random.key(0), stateful=stateful, sharding=plan)
     batches = [sf.shard_batch(network.batch(i), mesh) for i in range(4)]
     stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *batches)
-    checked = sf.check_step(step, every=2)
+    checked = sf.debug.check_step(step, every=2)
     plain, checked = (
         jax.jit(lambda state, rows, step=step: lax.scan(step, state, rows))(start(), stacked)
         for step in (step, checked)
@@ -232,7 +232,9 @@ def test_an_ensemble_is_checked_member_by_member():
     states = {"step": jnp.zeros(3, jnp.int32), "w": jnp.arange(3.0)}
     step = lambda state, batch: ({"step": state["step"] + 1, "w": jnp.sin(state["w"] + batch)}, {})
     plain = jax.jit(jax.vmap(step, (0, None)))(states, jnp.float32(1))
-    checked = jax.jit(jax.vmap(sf.check_step(step, every=1), (0, None)))(states, jnp.float32(1))
+    checked = jax.jit(jax.vmap(sf.debug.check_step(step, every=1), (0, None)))(
+        states, jnp.float32(1)
+    )
     assert network.bits(plain[0]) == network.bits(checked[0])
     assert checked[1]["corrupt"].words.tolist() == [[0]] * 3
 
@@ -261,7 +263,9 @@ def test_an_error_on_one_of_eight_devices_is_found():
         "step": jax.device_put(jnp.int32(0), NamedSharding(mesh, PartitionSpec())),
         "w": jax.device_put(jnp.zeros(32), NamedSharding(mesh, spec)),
     }
-    state, metrics = jax.jit(sf.check_step(step, every=1), donate_argnums=0)(state, jnp.float32(1))
+    state, metrics = jax.jit(sf.debug.check_step(step, every=1), donate_argnums=0)(
+        state, jnp.float32(1)
+    )
     assert metrics["corrupt"].paths(state) == ["w"]
 
 
@@ -294,5 +298,5 @@ def test_no_copy_of_the_state_is_kept():
         return checked
 
     plain = temporaries(lambda step: step)
-    assert temporaries(sf.check_step) - plain < 0.5 * size
+    assert temporaries(sf.debug.check_step) - plain < 0.5 * size
     assert temporaries(with_both_states) - plain > 0.5 * size

@@ -135,7 +135,7 @@ def check_tree(tree):
     tree = {"tree": tree, "anchor": 1}
     with tempfile.TemporaryDirectory() as folder:
         sf.save(folder, tree, step=1)
-        assert sf.verify(folder) == {1: []}
+        assert sf.checkpoint.verify(folder) == {1: []}
         check_same(sf.restore(folder, jax.tree.map(other, tree)).state, tree)
 
 
@@ -192,11 +192,11 @@ def test_a_changed_bit_is_refused_or_does_no_harm(tmp_path, count):
         bad = bytearray(good)
         bad[at // 8] ^= 1 << at % 8
         path.write_bytes(bad)
-        problems = sf.verify(tmp_path)[1]
+        problems = sf.checkpoint.verify(tmp_path)[1]
         try:
             check_same(sf.restore(tmp_path, state, step=1).state, state)
             assert problems == []
-        except sf.CheckpointError:
+        except sf.errors.CheckpointError:
             refused += 1
             assert problems != []
         path.write_bytes(good)
@@ -211,8 +211,10 @@ def test_a_file_that_is_cut_off_or_gone_is_refused_or_does_no_harm(tmp_path, cut
         good = path.read_bytes()
         path.unlink() if cut is None else path.write_bytes(good[: int(cut * len(good))])
         if path.name != "commit_success.txt":
-            assert sf.latest_step(tmp_path) is None
-            with pytest.raises(sf.CheckpointError, match="expected a good checkpoint, got none"):
+            assert sf.checkpoint.latest_step(tmp_path) is None
+            with pytest.raises(
+                sf.errors.CheckpointError, match="expected a good checkpoint, got none"
+            ):
                 sf.restore(tmp_path, state, step=1)
         path.write_bytes(good)
-    assert sf.verify(tmp_path) == {1: []}
+    assert sf.checkpoint.verify(tmp_path) == {1: []}

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tests.small import full_but
 
 import stepfold as sf
-from stepfold.core import cross_entropy
+from stepfold.optim import cross_entropy
 
 pytestmark = pytest.mark.not_optimized  # results are equal up to rounding
 

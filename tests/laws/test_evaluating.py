@@ -93,7 +93,7 @@ def on_mesh(dims=(1, 8, 1, 1)):
     mesh = sf.make_mesh(dims)
     shape = jax.eval_shape(course.start)
     plan = sf.make_sharding(shape, mesh, [("params", P())])
-    return sf.place(course.start(), plan)
+    return sf.sharding.place(course.start(), plan)
 
 
 @pytest.mark.parametrize(("size", "remainder"), [(1, "pad"), (9, "keep"), (64, "pad")])
@@ -121,7 +121,7 @@ def test_batches_may_be_placed_already():
 
 def test_rows_that_do_not_divide_over_the_devices_are_refused_in_words():
     batches = sf.batches(data(), 16, epochs=1, remainder="keep")
-    with pytest.raises(sf.ShardingError, match="multiple of 8 rows, .*, got 6 rows; "):
+    with pytest.raises(sf.errors.ShardingError, match="multiple of 8 rows, .*, got 6 rows; "):
         sf.evaluate(MEASURE, on_mesh(), batches)
 
 
@@ -184,7 +184,7 @@ def test_a_number_weighs_as_many_rows_as_its_batch_has(size):
 
 def test_a_number_weighs_the_same_at_log_points_and_at_the_ends_of_epochs():
     step, epochs = sf.make_train_step(number, optax.sgd(0.0)), []
-    callback = sf.callback(lambda trainer, epoch, metrics: epochs.append(metrics))
+    callback = sf.hooks.callback(lambda trainer, epoch, metrics: epochs.append(metrics))
     batches = sf.batches(FEW, 4, epochs=2, seed=0, remainder="pad")
     history = sf.fit(step, one(), batches, log_every=2, hooks=callback).history
     for means in (history["train/loss"], [epoch["train_loss"] for epoch in epochs]):

@@ -80,7 +80,7 @@ def goes_back_at(step):
     def hook(event):
         if event.is_train and [event.step] == left:
             left.clear()
-            return sf.GoBack(skip=5, why="at random")
+            return sf.hooks.GoBack(skip=5, why="at random")
         return None
 
     return hook

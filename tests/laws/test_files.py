@@ -163,5 +163,5 @@ def test_what_is_nearly_right_fails_the_same_law(mutant, monkeypatch):
     check(*corpus)
     where, name, change = MUTANTS[mutant]
     monkeypatch.setattr(where, name, change(getattr(where, name)))
-    with pytest.raises((AssertionError, sf.DataError)):
+    with pytest.raises((AssertionError, sf.errors.DataError)):
         check(*corpus)

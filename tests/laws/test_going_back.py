@@ -16,13 +16,13 @@ import pytest
 from tests.small import full_but
 
 import stepfold as sf
-from stepfold.loop import rollback
-from stepfold.loop.data import BatchFeed
-from stepfold.loop.hooks.base import BaseHook, Hooks
+from stepfold.loop.feed import BatchFeed
+from stepfold.loop.hook import BaseHook, Hooks
 from stepfold.loop.intervals import Steps
 from stepfold.loop.run import Kind, Request, Run
-from stepfold.loop.session import Session
-from stepfold.loop.writers.jsonl import jsonl_writer
+from stepfold.runs import rollback
+from stepfold.runs.session import Session
+from stepfold.writers.jsonl import jsonl_writer
 
 from . import network
 
@@ -62,7 +62,7 @@ def fit(data, folder, hooks=(), step=STEP, **options):
 
 
 def spike(**options):
-    return sf.roll_back_on_spike(**{"window": 8, "deviations": 100.0, **options})
+    return sf.hooks.roll_back_on_spike(**{"window": 8, "deviations": 100.0, **options})
 
 
 def rows(folder):
@@ -135,7 +135,7 @@ def test_checkpoints_in_a_bucket_are_left_too(tmp_path, skipping):
 
 @pytest.mark.full
 def test_a_nan_is_skipped(tmp_path, skipping):
-    run = fit(batches([23, 24], np.nan), tmp_path, sf.roll_back_on_nonfinite(skip=2))
+    run = fit(batches([23, 24], np.nan), tmp_path, sf.hooks.roll_back_on_nonfinite(skip=2))
     check(run, tmp_path, skipping((23, 25)))
 
 
@@ -144,10 +144,10 @@ def test_it_stops_with_the_reason_after_the_limit(tmp_path):
     assert run.stop_reason.kind == "spike"
     assert str(run.stop_reason).startswith("train/loss is ")
     assert "; went back 2 times before, the limit; stopped at step " in str(run.stop_reason)
-    run = fit(batches([13, 23], np.nan), tmp_path / "nan", sf.roll_back_on_nonfinite(limit=1))
+    run = fit(batches([13, 23], np.nan), tmp_path / "nan", sf.hooks.roll_back_on_nonfinite(limit=1))
     assert run.stop_reason.kind == "nonfinite"
     assert run.capsule.step == 23
-    assert run.capsule.rollbacks == sf.read_capsule(run.capsule.path).rollbacks
+    assert run.capsule.rollbacks == sf.debug.read_capsule(run.capsule.path).rollbacks
     assert "without batch 13" in str(run.capsule)
 
 
@@ -165,12 +165,12 @@ def test_a_reason_to_stop_at_the_step_of_a_spike_ends_the_run(
     def at(returned, is_train):
         return lambda event: returned if (event.step, event.is_train) == (20, is_train) else None
 
-    hooks = [at(sf.GoBack(skip=1), True), at(reason, is_train)]
+    hooks = [at(sf.hooks.GoBack(skip=1), True), at(reason, is_train)]
     evaluation = sf.Evaluation(lambda state: {"one": 1.0}, every=20)
     run = fit(batches(), tmp_path, hooks, evaluation=evaluation)
     assert (run.steps, run.stop_reason.kind) == (20, kind)
     assert "rollbacks" not in json.loads((tmp_path / "run.json").read_text())
-    assert max(sf.verify(tmp_path / "checkpoints")) == saved
+    assert max(sf.checkpoint.verify(tmp_path / "checkpoints")) == saved
 
 
 def test_an_evaluation_at_the_end_may_let_the_run_go_back(tmp_path):
@@ -179,7 +179,7 @@ def test_an_evaluation_at_the_end_may_let_the_run_go_back(tmp_path):
     def hook(event):
         if not event.is_train and event.step == STEPS and not gone:
             gone.append(event.step)
-            return sf.GoBack(skip=3, why="the last evaluation")
+            return sf.hooks.GoBack(skip=3, why="the last evaluation")
         return None
 
     evaluation = sf.Evaluation(lambda state: {"one": 1.0})
@@ -194,7 +194,7 @@ def test_an_evaluation_at_the_end_may_let_the_run_go_back(tmp_path):
 def test_a_signal_or_an_exception_while_a_run_goes_back_loses_nothing(
     tmp_path, skipping, monkeypatch, at, is_signal
 ):
-    owner = rollback.Rollbacks if at == "_write" else sf.Series
+    owner = rollback.Rollbacks if at == "_write" else sf.checkpoint.Series
     whole, calls = getattr(owner, at), []
 
     def cut(self, *args, **options):
@@ -241,7 +241,7 @@ def test_a_hook_chooses_how_far_to_go_back_and_what_to_skip(tmp_path, skipping):
     def hook(event):
         if event.step == 36 and not done:
             done.append(True)
-            return sf.GoBack(to=25, skip=(28, 31), why="as I like")
+            return sf.hooks.GoBack(to=25, skip=(28, 31), why="as I like")
         return None
 
     done = []
@@ -271,7 +271,11 @@ MUTANTS = {
     "keeps the rows": (jsonl_writer, "resume", lambda writer, step: None),
     "forgets the open interval": (Run, "from_checkpoint", forget_the_interval),
     "keeps the state of hooks": (Hooks, "from_saved", lambda hooks, saved, before: before),
-    "keeps later checkpoints": (sf.Series, "delete_after", lambda series, step, _=None: None),
+    "keeps later checkpoints": (
+        sf.checkpoint.Series,
+        "delete_after",
+        lambda series, step, _=None: None,
+    ),
 }
 
 
@@ -346,19 +350,33 @@ class Own:
 
 
 def test_what_cannot_go_back_is_refused(tmp_path):
-    hook = lambda event: sf.GoBack(skip=1)
-    with pytest.raises(sf.ConfigError, match=r"hooks: expected checkpoints=… .* got none"):
+    hook = lambda event: sf.hooks.GoBack(skip=1)
+    with pytest.raises(sf.errors.ConfigError, match=r"hooks: expected checkpoints=… .* got none"):
         fit(batches(), tmp_path / "a", hook, checkpoints=None)
-    with pytest.raises(sf.ConfigError, match="batches: expected some that can skip a part"):
-        fit(Own(), tmp_path / "b", lambda event: sf.GoBack(skip=1) if event.step > 12 else None)
-    with pytest.raises(sf.ConfigError, match="roll_back_on_spike: expected checkpoints=… to go"):
+    with pytest.raises(sf.errors.ConfigError, match="batches: expected some that can skip a part"):
+        fit(
+            Own(),
+            tmp_path / "b",
+            lambda event: sf.hooks.GoBack(skip=1) if event.step > 12 else None,
+        )
+    with pytest.raises(
+        sf.errors.ConfigError, match="roll_back_on_spike: expected checkpoints=… to go"
+    ):
         fit(batches(), tmp_path / "e", spike(), checkpoints=None)
-    with pytest.raises(sf.ConfigError, match="batches: expected some that can skip a part"):
-        fit(Own(), tmp_path / "f", sf.roll_back_on_nonfinite())
-    fit(batches(), tmp_path / "g", sf.only_warn(spike()), checkpoints=None, steps=2)
+    with pytest.raises(sf.errors.ConfigError, match="batches: expected some that can skip a part"):
+        fit(Own(), tmp_path / "f", sf.hooks.roll_back_on_nonfinite())
+    fit(batches(), tmp_path / "g", sf.hooks.only_warn(spike()), checkpoints=None, steps=2)
     for skip in (0, (5, 5)):
-        with pytest.raises(sf.ConfigError, match=r"GoBack\(skip=…\): expected a number of steps"):
-            fit(batches(), tmp_path / f"c{skip}", lambda event, skip=skip: sf.GoBack(skip=skip))
+        with pytest.raises(
+            sf.errors.ConfigError, match=r"GoBack\(skip=…\): expected a number of steps"
+        ):
+            fit(
+                batches(),
+                tmp_path / f"c{skip}",
+                lambda event, skip=skip: sf.hooks.GoBack(skip=skip),
+            )
     for to in (40,):
-        with pytest.raises(sf.ConfigError, match=r"GoBack\(to=…\): expected a step before 4"):
-            fit(batches(), tmp_path / f"d{to}", lambda event, to=to: sf.GoBack(to=to))
+        with pytest.raises(
+            sf.errors.ConfigError, match=r"GoBack\(to=…\): expected a step before 4"
+        ):
+            fit(batches(), tmp_path / f"d{to}", lambda event, to=to: sf.hooks.GoBack(to=to))

@@ -47,13 +47,13 @@ class Memory:
 
 def make_hooks(writer, epochs):
     return [
-        sf.every(10, lambda event: {"seen": event.step}),
-        sf.only_warn(sf.stop_on_spike(window=10, deviations=1e6)),
+        sf.hooks.every(10, lambda event: {"seen": event.step}),
+        sf.hooks.only_warn(sf.hooks.stop_on_spike(window=10, deviations=1e6)),
         sf.progress("json", file=io.StringIO()),
         sf.log_to(writer, every=8),
-        sf.stop_early("eval/loss", patience=1000),
-        sf.watchdog(600),
-        sf.callback(lambda trainer, epoch, metrics: epochs.append((epoch, metrics))),
+        sf.hooks.stop_early("eval/loss", patience=1000),
+        sf.hooks.watchdog(600),
+        sf.hooks.callback(lambda trainer, epoch, metrics: epochs.append((epoch, metrics))),
     ]
 
 

@@ -176,7 +176,7 @@ def test_a_state_is_born_in_shares_and_each_device_has_its_own():
 def test_gradients_that_are_reduced_once_train_alike(name, compiles):
     mesh = mesh_of(LAYOUTS[name])
     plan = planned(transformer.init, mesh, RULES)
-    options = {"accumulate": 2, "grad": sf.reduce_once(plan)}
+    options = {"accumulate": 2, "grad": sf.sharding.reduce_once(plan)}
     got = trained(transformer.init, transformer.loss, plan, mesh, compiles, **options)
     check(got, on_one_device(transformer.init, transformer.loss))
 
@@ -184,7 +184,7 @@ def test_gradients_that_are_reduced_once_train_alike(name, compiles):
 @pytest.mark.full
 def test_the_automatic_rule_alone_trains_alike(compiles):
     mesh = sf.make_mesh()
-    plan = planned(transformer.init, mesh, sf.fsdp(min_size=1024))
+    plan = planned(transformer.init, mesh, sf.sharding.fsdp(min_size=1024))
     assert plan.params["embed"].spec == P("fsdp")
     options = {"held": True, "accumulate": 2}
     got = trained(transformer.init, transformer.loss, plan, mesh, compiles, **options)

@@ -167,7 +167,7 @@ def test_a_position_is_taken_if_and_only_if_the_same_batches_came_before_it(one,
         other.set_state(saved)
         assert next(other)["x"].tolist() == [other.batch_index(stop) % count]
         return
-    with pytest.raises(sf.DataError) as caught:
+    with pytest.raises(sf.errors.DataError) as caught:
         other.set_state(saved)
     for batches in (walked, other):
         end = before[0][-1] + 1
@@ -235,7 +235,7 @@ def test_a_run_with_other_ranges_before_is_refused_and_with_later_ones_resumes(t
     run_cut(tmp_path, [(3, 5), (20, 28)], 17)
     for other in ([], [(3, 6)], [(3, 5), (18, 19)]):
         before = [pair for pair in other if pair[0] < 19]
-        with pytest.raises(sf.DataError) as caught:
+        with pytest.raises(sf.errors.DataError) as caught:
             course.run(tmp_path, data=left_out(other))
         assert "[(3, 5)]" in str(caught.value)
         assert str(before) in str(caught.value)
@@ -250,5 +250,5 @@ def test_a_fault_after_a_skip_is_replayed(tmp_path):
     make = planted(0.0, 11, (3,))
     batches = lambda: make().without([(1, 2), (4, 6)])
     step, result = run_loss(logarithm, sf.prefetch(batches()), tmp_path)
-    replayed = sf.replay(result.capsule.path, step, state=start(), batches=batches())
+    replayed = sf.debug.replay(result.capsule.path, step, state=start(), batches=batches())
     check_replay(replayed, result, 8, (3,))

@@ -1,6 +1,6 @@
 """Stochastic rounding is right in the mean, and draws the same bits on any mesh.
 
-Each law is checked through `sf.low_precision`, and has mutants that have to fail it.
+Each law is checked through `sf.optim.low_precision`, and has mutants that have to fail it.
 """
 
 import functools
@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
-from stepfold.core import low_precision as module
+from stepfold.optim import low_precision as module
 
 from . import network
 
@@ -33,7 +33,7 @@ def stored():
 
 def round_often(values, counts=COUNTS):
     """Round a tree of values at each of the first updates."""
-    tx = sf.low_precision(stored())
+    tx = sf.optim.low_precision(stored())
     state = tx.init(values)
 
     @jax.vmap
@@ -86,7 +86,7 @@ def check_independence():
 def check_exactness():
     words = np.arange(1 << 16, dtype=np.uint16)
     every = words.view(jnp.bfloat16.dtype).astype(np.float32)
-    tx = sf.low_precision(stored())
+    tx = sf.optim.low_precision(stored())
     state = tx.init(every)
     for count in range(3):
         state = state._replace(count=jnp.int32(count))
@@ -115,7 +115,7 @@ def adam_states(wrap, grads):
     return [np.asarray(x, np.float64) for x in found]
 
 
-def check_one_step(wrap=sf.low_precision):
+def check_one_step(wrap=sf.optim.low_precision):
     grads = jnp.asarray(RNG.normal(size=(1, 4096)), jnp.float32)
     exact, got = adam_states(lambda tx: tx, grads), adam_states(wrap, grads)
     np.testing.assert_allclose(got[0], exact[0], rtol=1e-6)  # the update is not rounded
@@ -126,7 +126,7 @@ def check_one_step(wrap=sf.low_precision):
         assert (moment != right).any()
 
 
-def check_no_stall(wrap=sf.low_precision):
+def check_no_stall(wrap=sf.optim.low_precision):
     """Check that moments follow gradients that become small, and those that become large."""
     scales = np.repeat([1.0, 0.1, 1.0], 4000)[:, None]
     grads = jnp.asarray(scales * np.ones((1, 64)), jnp.float32)
@@ -137,7 +137,7 @@ def check_no_stall(wrap=sf.low_precision):
         assert nu[step].mean() == pytest.approx(exact, rel=0.05)
 
 
-def check_parameters(wrap=sf.low_precision):
+def check_parameters(wrap=sf.optim.low_precision):
     """Check that adding small updates to bfloat16 parameters is right in the mean."""
     tx, step = wrap(optax.sgd(1.0)), 2.0**-12
     grads = jnp.full(4096, step, jnp.bfloat16)
@@ -157,7 +157,7 @@ def check_parameters(wrap=sf.low_precision):
     np.testing.assert_allclose(moved.reshape(-1, 4).mean(0), -256 * step, rtol=0.05)
 
 
-def check_addition(wrap=sf.low_precision):
+def check_addition(wrap=sf.optim.low_precision):
     """Check that a sum is one of the neighbours of the exact one, also if terms nearly cancel."""
     draw = lambda: RNG.normal(size=1 << 16) * 10.0 ** RNG.integers(-8, 8, 1 << 16)
     params, grads = jnp.asarray(draw(), jnp.bfloat16), jnp.asarray(draw(), jnp.float32)
@@ -182,17 +182,19 @@ def trained_bits(dims):
     dtypes = {"a": jnp.float32, "b": jnp.bfloat16}
     params = {name: rng.normal(size=(32, 64)).astype(dtype) for name, dtype in dtypes.items()}
     params["bias"] = np.zeros(7, jnp.bfloat16)  # no number of devices divides it
-    tx = sf.low_precision(optax.adamw(0.01))
+    tx = sf.optim.low_precision(optax.adamw(0.01))
     state = sf.init_state(params, tx, jax.random.key(0))
-    plan = sf.make_sharding(state, mesh, sf.fsdp(min_size=64))
-    state = sf.place(state, plan)
+    plan = sf.make_sharding(state, mesh, sf.sharding.fsdp(min_size=64))
+    state = sf.sharding.place(state, plan)
     if dims[1] > 1:
         assert not state.opt_state.inner[0].nu["a"].is_fully_replicated
 
     def loss_fn(params, batch, key):
         return sf.mean((jnp.tanh(batch @ params["a"]) @ params["b"].T + params["bias"].sum()) ** 2)
 
-    step = sf.make_train_step(loss_fn, tx, precision="f32", grad=sf.ordered(plan, blocks=8))
+    step = sf.make_train_step(
+        loss_fn, tx, precision="f32", grad=sf.sharding.ordered(plan, blocks=8)
+    )
     batch = sf.shard_batch(rng.normal(size=(16, 32)).astype(np.float32), mesh)
     options = {"xla_allow_excess_precision": False}
     step = sf.compile_step(step, state, batch, compiler_options=options)
@@ -303,7 +305,7 @@ def computing_in_bfloat16(tx):
 
 
 def with_updates_in_bfloat16(tx):
-    right = sf.low_precision(tx)
+    right = sf.optim.low_precision(tx)
 
     def update(grads, state, params):
         updates, state = right.update(grads, state, params)
@@ -314,7 +316,7 @@ def with_updates_in_bfloat16(tx):
 
 def rounding_the_updates(tx):
     """Round the update, and not the sum."""
-    right = sf.low_precision(tx)
+    right = sf.optim.low_precision(tx)
 
     def update(grads, state, params):
         updates, new = tx.update(optax.tree.cast(grads, jnp.float32), state.inner, params)

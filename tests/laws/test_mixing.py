@@ -108,7 +108,7 @@ def test_batches_are_the_same_resumed_and_on_any_number_of_processes(counts, pla
     ]
     assert np.concatenate(parts).tolist() == wanted
     other = sf.mix(list(zip(sources(counts), plan[0], strict=True)), seed=1, stages=[(70, [1] * 3)])
-    with pytest.raises(sf.DataError, match="source was"):
+    with pytest.raises(sf.errors.DataError, match="source was"):
         sf.batches(other, 2 * half).set_state(saved)
 
 
@@ -134,5 +134,5 @@ def test_stages_far_away_are_found_at_once():
     ],
 )
 def test_invalid_stages_are_refused(stages, says):
-    with pytest.raises(sf.ConfigError, match=says):
+    with pytest.raises(sf.errors.ConfigError, match=says):
         sf.mix([(range(3), 1), (range(3), 1)], stages=stages)

@@ -87,7 +87,7 @@ def values(metrics):
 
 def on_mesh(tx, kind, devices=8):
     mesh = sf.make_mesh((devices,), (kind,), devices=jax.devices()[:devices])
-    plan = sf.make_sharding(shapes(tx), mesh, sf.fsdp(min_size=1))
+    plan = sf.make_sharding(shapes(tx), mesh, sf.sharding.fsdp(min_size=1))
     return plan, new_state(tx, plan), sf.shard_batch(BATCH, mesh)
 
 
@@ -97,10 +97,10 @@ def first_step(tx, layout, loss=loss_fn, **options):
         _, state, batch = on_mesh(tx, layout)
     if layout == "reduce_once":
         plan, state, batch = on_mesh(tx, "dp")
-        options["grad"] = sf.reduce_once(plan)
+        options["grad"] = sf.sharding.reduce_once(plan)
     if layout.startswith("ordered"):
         plan, state, batch = on_mesh(tx, "fsdp", int(layout[7:]))
-        options["grad"] = sf.ordered(plan)
+        options["grad"] = sf.sharding.ordered(plan)
     return jax.jit(sf.make_train_step(loss, tx, norms=PATTERN, **options))(state, batch)
 
 
@@ -236,11 +236,11 @@ def test_without_a_pattern_nothing_is_added():
 )
 def test_invalid_patterns_are_refused(norms, says):
     step = lambda *inputs: sf.make_train_step(loss_fn, CLIPPED, norms=norms)(*inputs)
-    with pytest.raises(sf.ConfigError, match=says):
+    with pytest.raises(sf.errors.ConfigError, match=says):
         jax.eval_shape(step, new_state(CLIPPED), BATCH)
 
 
 def test_a_name_that_the_step_reports_is_refused():
     own = lambda *args: (loss_fn(*args), {"update_norm/head": 1.0})
-    with pytest.raises(sf.LossError, match="metrics/update_norm/head: the name is taken"):
+    with pytest.raises(sf.errors.LossError, match="metrics/update_norm/head: the name is taken"):
         jax.eval_shape(sf.make_train_step(own, CLIPPED, norms="head"), new_state(CLIPPED), BATCH)

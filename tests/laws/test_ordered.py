@@ -58,7 +58,7 @@ def batch(i):
 
 
 def optimizer(mesh):
-    return optax.chain(sf.clip_by_ordered_norm(0.1, mesh), optax.adamw(0.01))
+    return optax.chain(sf.optim.clip_by_ordered_norm(0.1, mesh), optax.adamw(0.01))
 
 
 def mesh_of(dims):
@@ -74,11 +74,11 @@ def _start():
 def compile_ordered(dims, grad=None, precision="f32"):
     """Compile a step; return a new state, and a function that trains a state for some steps."""
     mesh = mesh_of(dims)
-    plan = sf.make_sharding(jax.eval_shape(_start()), mesh, sf.fsdp(min_size=64))
-    state, tx = sf.place(_start()(), plan), optimizer(mesh)
-    grad = grad(plan) if grad else sf.ordered(plan, blocks=8)
+    plan = sf.make_sharding(jax.eval_shape(_start()), mesh, sf.sharding.fsdp(min_size=64))
+    state, tx = sf.sharding.place(_start()(), plan), optimizer(mesh)
+    grad = grad(plan) if grad else sf.sharding.ordered(plan, blocks=8)
     step = sf.make_train_step(loss_fn, tx, precision=precision, stateful=True, grad=grad)
-    step = sf.observe(step, weight_norm=lambda state: sf.ordered_norm(state.params, mesh))
+    step = sf.observe(step, weight_norm=lambda state: sf.optim.ordered_norm(state.params, mesh))
     place = lambda i: sf.shard_batch(batch(i), mesh)
     step = sf.compile_step(step, state, place(0), compiler_options=EXACT)
 
@@ -143,7 +143,10 @@ def test_only_the_ordered_norm_is_the_same_on_any_mesh():
         mesh = mesh_of(dims)
         sharded = jax.sharding.NamedSharding(mesh, P("fsdp"))
         trees = jax.device_put(jax.device_get(trees), sharded)
-        norms = {"ordered": lambda x, mesh=mesh: sf.ordered_norm(x, mesh), "optax": optax.tree.norm}
+        norms = {
+            "ordered": lambda x, mesh=mesh: sf.optim.ordered_norm(x, mesh),
+            "optax": optax.tree.norm,
+        }
         for name, norm in norms.items():
             results[name].append([bits(jax.jit(norm)(tree)) for tree in trees])
     first, *others = results["ordered"]
@@ -184,9 +187,9 @@ def test_mutants_compute_other_bits(mutant, monkeypatch):
 def gradients(dims, loss_fn, params, batch, blocks=8):
     mesh = mesh_of(dims)
     state = sf.init_state(params, optax.sgd(0.1), jax.random.key(0))
-    plan = sf.make_sharding(state, mesh, sf.fsdp(min_size=1))
-    grad_fn = sf.ordered(plan, blocks=blocks)(loss_fn)
-    params = sf.place(state, plan).params
+    plan = sf.make_sharding(state, mesh, sf.sharding.fsdp(min_size=1))
+    grad_fn = sf.sharding.ordered(plan, blocks=blocks)(loss_fn)
+    params = sf.sharding.place(state, plan).params
     return jax.jit(grad_fn)(params, sf.shard_batch(batch, mesh), jax.random.key(0), ())
 
 
@@ -242,11 +245,11 @@ def test_the_norm_is_the_global_norm():
     tree = {"a": jnp.arange(48.0).reshape(3, 16), "b": jnp.ones(7), "c": jnp.array(2.0)}
     tree["narrow"] = jnp.full((8,), 3.0, jnp.bfloat16)
     want = np.sqrt(sum((np.asarray(x, np.float64) ** 2).sum() for x in tree.values()))
-    norm_of = jax.jit(partial(sf.ordered_norm, mesh=mesh))
+    norm_of = jax.jit(partial(sf.optim.ordered_norm, mesh=mesh))
     norm = norm_of(tree)
     assert norm.dtype == jnp.float32
     np.testing.assert_allclose(norm, want, rtol=1e-6)
-    assert sf.ordered_norm({}, mesh) == 0
+    assert sf.optim.ordered_norm({}, mesh) == 0
     with jax.enable_x64(True):
         wide = norm_of({"a": np.ones(8), "b": np.ones(8, np.float32)})
         assert (wide.dtype, float(wide)) == (jnp.float64, 4.0)
@@ -256,7 +259,7 @@ def test_the_norm_is_the_global_norm():
 def test_the_clip_is_that_of_optax(limit):
     mesh = sf.make_mesh((2, 4, 1, 1))
     grads = {"a": jnp.arange(16.0), "b": jnp.ones((3, 5), jnp.bfloat16)}
-    for clip in (sf.clip_by_ordered_norm(limit, mesh), optax.clip_by_global_norm(limit)):
+    for clip in (sf.optim.clip_by_ordered_norm(limit, mesh), optax.clip_by_global_norm(limit)):
         with jax.numpy_dtype_promotion("standard"):
             clipped, _ = jax.jit(clip.update)(grads, clip.init(grads))
         if limit == 100.0:
@@ -277,9 +280,9 @@ def test_the_model_state_is_merged_over_the_blocks():
     model_state = {"mean": jnp.zeros(8), "count": jnp.array(3), "key": jax.random.key(5)}
     state = sf.init_state((jnp.ones(8), model_state), tx, jax.random.key(0), stateful=True)
     plan = sf.make_sharding(state, mesh)
-    grad = sf.ordered(plan, blocks=8)
+    grad = sf.sharding.ordered(plan, blocks=8)
     step = jax.jit(sf.make_train_step(loss_fn, tx, stateful=True, grad=grad))
-    state, _ = step(sf.place(state, plan), sf.shard_batch(data, mesh))
+    state, _ = step(sf.sharding.place(state, plan), sf.shard_batch(data, mesh))
     np.testing.assert_allclose(state.model_state["mean"], data.mean(0), rtol=1e-6, atol=1e-7)
     assert int(state.model_state["count"]) == 4
     assert bits(state.model_state["key"]) == bits(jax.random.split(jax.random.key(5))[0])

@@ -17,12 +17,12 @@ from tests.laws.random_runs import Broken, Cut, Source, Spec
 from tests.small import full_but
 
 import stepfold as sf
-from stepfold.loop import resume as resume_module
 from stepfold.loop import run as run_module
-from stepfold.loop.hooks.base import Hooks
+from stepfold.loop.hook import Hooks
 from stepfold.loop.intervals import intervals_from_json
-from stepfold.loop.plan import Plan
 from stepfold.loop.run import Run
+from stepfold.loop.schedule import Plan
+from stepfold.runs import resume as resume_module
 
 pytestmark = pytest.mark.not_optimized
 
@@ -529,14 +529,14 @@ def observed(run, session, folder, following):
     if raised == "Crash":
         shutil.rmtree(folder)
         following.rename(folder)
-    saved = sorted(sf.verify(folder / "checkpoints")) if run.checkpoints else []
+    saved = sorted(sf.checkpoint.verify(folder / "checkpoints")) if run.checkpoints else []
     local = next((folder / "temporary").glob("series-*"), None)
     return outcome(
         has_same_program(run), raised, stop, result.steps, result.state, seen, part_seen,
         {} if raised == "Crash" else random_runs.read_rows(folder / "metrics.jsonl"),
         {name: [[*curve.steps], [*curve]] for name, curve in result.history.items()},
         random_runs.known_warnings(caught),
-        [saved, sorted(sf.verify(local)) if local else []],
+        [saved, sorted(sf.checkpoint.verify(local)) if local else []],
         random_runs.read_skips(folder / "checkpoints"),
     )  # fmt: skip
 

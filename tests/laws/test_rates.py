@@ -78,8 +78,10 @@ def test_a_run_logs_it_resumed_and_in_calls_of_several_steps(tmp_path, layout):
     tx, plan, grad = INJECTED(learning_rate=SCHEDULE), None, {}
     if layout != "one":
         mesh = sf.make_mesh((8,), ("fsdp",))
-        plan = sf.make_sharding(jax.eval_shape(lambda: new_state(tx)), mesh, sf.fsdp(min_size=1))
-        grad = {"grad": sf.ordered(plan)} if layout == "ordered" else {}
+        plan = sf.make_sharding(
+            jax.eval_shape(lambda: new_state(tx)), mesh, sf.sharding.fsdp(min_size=1)
+        )
+        grad = {"grad": sf.sharding.ordered(plan)} if layout == "ordered" else {}
     for steps in (5, 8):
         result = sf.fit(
             sf.make_train_step(loss_terms, tx, **grad), new_state(tx, plan), sf.batches(DATA, 8),

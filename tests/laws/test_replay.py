@@ -99,7 +99,7 @@ def test_the_rows_and_the_line_are_found(tmp_path, fault):
     loss, value, comment = FAULTS[fault]
     batches = planted(value, 9, (2, 5))
     step, result = run(loss, batches(), tmp_path)
-    replayed = sf.replay(result.capsule.path, step, state=start(), batches=batches())
+    replayed = sf.debug.replay(result.capsule.path, step, state=start(), batches=batches())
     leaves = () if fault == "an overflow" else ("params/w",)  # its gradient does not overflow
     check(replayed, result, 9, (2, 5), leaves)
     assert line_of(loss, comment) in replayed.where
@@ -113,7 +113,7 @@ def test_at_any_distance_from_the_checkpoint_and_without_one(tmp_path, at):
     before = (at - 1) // 7 * 7
     assert result.capsule.distance == at - 1 - before
     assert (result.capsule.checkpoint is None) == (before == 0)
-    check(sf.replay(result.capsule, step, state=start()), result, at, (3,))
+    check(sf.debug.replay(result.capsule, step, state=start()), result, at, (3,))
 
 
 WAYS = {
@@ -129,13 +129,13 @@ WAYS = {
 def test_for_every_kind_of_step(way):
     batches = planted(0.0, 8, (0, 7))
     step, result = run(logarithm, batches(), **WAYS[way])
-    check(sf.replay(result.capsule, step, state=start()), result, 8, (0, 7))
+    check(sf.debug.replay(result.capsule, step, state=start()), result, 8, (0, 7))
 
 
 def test_behind_a_prefetch():
     batches = planted(0.0, 6, (4,))
     step, result = run(logarithm, sf.prefetch(batches(), size=3))
-    check(sf.replay(result.capsule, step, state=start()), result, 6, (4,))
+    check(sf.debug.replay(result.capsule, step, state=start()), result, 6, (4,))
 
 
 def test_after_a_resume(tmp_path):
@@ -143,7 +143,7 @@ def test_after_a_resume(tmp_path):
     run(logarithm, batches(), tmp_path, steps=7)
     step, result = run(logarithm, batches(), tmp_path)
     assert result.resumed == 7
-    check(sf.replay(result.capsule, step), result, 10, (1,))
+    check(sf.debug.replay(result.capsule, step), result, 10, (1,))
 
 
 @pytest.mark.full
@@ -158,11 +158,11 @@ def test_over_a_step_that_was_skipped():
     data["y"][order.at(2)[2]], data["z"][order.at(7)[6]] = 0.0, 0.0
     step, result = run(loss, sf.batches(data, ROWS, seed=1), options={"skip_nonfinite": True})
     assert (result.steps, result.capsule) == (30, None)
-    hook = sf.stop_on_nonfinite("train/own")
+    hook = sf.hooks.stop_on_nonfinite("train/own")
     batches = sf.batches(data, ROWS, seed=1)
     step, result = run(loss, batches, options={"skip_nonfinite": True}, hooks=[hook])
     assert result.capsule.step == 8
-    replayed = sf.replay(result.capsule, step, state=start())
+    replayed = sf.debug.replay(result.capsule, step, state=start())
     assert (replayed.reproduced, replayed.examples, replayed.leaves) == (True, ((6,),), ())
 
 
@@ -173,7 +173,7 @@ def test_a_nan_that_an_earlier_step_left_in_the_state_is_traced_to_that_step():
     batches = planted(0.0, 4, (5,))
     step, result = run(loss, batches())
     assert result.capsule.step == 5
-    replayed = sf.replay(result.capsule, step, state=start())
+    replayed = sf.debug.replay(result.capsule, step, state=start())
     assert (replayed.reproduced, replayed.origin, replayed.examples) == (True, 4, ((5,),))
     assert "it began in step 4" in str(replayed)
 
@@ -188,7 +188,7 @@ def test_with_a_model_state():
         ({"w": jnp.ones(3)}, {"total": jnp.zeros(())}), TX, jax.random.key(3), stateful=True
     )
     result = sf.fit(step, init(), batches(), steps=10)
-    check(sf.replay(result.capsule, step, state=init()), result, 3, (6,))
+    check(sf.debug.replay(result.capsule, step, state=init()), result, 3, (6,))
 
 
 @pytest.mark.full
@@ -201,13 +201,13 @@ def test_with_a_sharded_state(tmp_path):
         return {"fit": logarithm(params, batch, key), "size": 1e-3 * (params["big"] ** 2).sum()}
 
     shape = jax.eval_shape(lambda k: sf.init_state(init, TX, k), jax.random.key(3))
-    plan = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
+    plan = sf.make_sharding(shape, mesh, sf.sharding.fsdp(min_size=1))
     make = lambda: sf.init_state(init, TX, jax.random.key(3), sharding=plan)
     step = sf.make_train_step(loss, TX)
     saves = sf.Checkpoints(every=4)
     result = sf.fit(step, make(), batches(), steps=20, run_dir=tmp_path, checkpoints=saves)
     path = result.capsule.path
-    check(sf.replay(path, step, state=make(), batches=batches()), result, 9, (5,))
+    check(sf.debug.replay(path, step, state=make(), batches=batches()), result, 9, (5,))
 
 
 class Watched:

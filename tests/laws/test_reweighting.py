@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import stepfold as sf
 from stepfold.adapter.loading import TrainingLoader
-from stepfold.loop.data import BatchFeed
+from stepfold.loop.feed import BatchFeed
 
 pytestmark = pytest.mark.not_optimized
 
@@ -94,12 +94,12 @@ class Hook:
             raise Cut
         if self.go_back and event.kind == "eval" and event.step == self.go_back[0]:
             (_, skip), self.go_back = self.go_back, None
-            return sf.GoBack(skip=skip)
+            return sf.hooks.GoBack(skip=skip)
         if event.kind == self.kind and event.step in self.changes:
             weights = self.changes[event.step]
             if self.is_once:
                 del self.changes[event.step]
-            return sf.Reweight(weights, f"at {event.step}")
+            return sf.hooks.Reweight(weights, f"at {event.step}")
         return None
 
 
@@ -240,7 +240,7 @@ def test_a_capsule_reads_the_batches_after_a_change_again(tmp_path):
     assert result.capsule.step == 15
     assert np.array_equal(result.capsule.batch["x"], expected.at(14)["x"])
     fresh = sf.batches(mixture(), SIZE)
-    replayed = sf.replay(result.capsule.path, step, state=new(), batches=fresh)
+    replayed = sf.debug.replay(result.capsule.path, step, state=new(), batches=fresh)
     assert replayed.reproduced
     assert fresh.get_state() == sf.batches(mixture(), SIZE).get_state()
 
@@ -255,7 +255,7 @@ def test_a_capsule_reads_the_batches_after_a_change_again(tmp_path):
     ],
 )
 def test_invalid_weights_are_refused(weights, says):
-    with pytest.raises(sf.ConfigError, match=says):
+    with pytest.raises(sf.errors.ConfigError, match=says):
         sf.batches(mixture(), SIZE).reweight(weights)
 
 
@@ -272,11 +272,13 @@ def test_a_batch_that_the_trainer_has_looked_at_is_made_again(prefetch):
 
 def test_what_has_no_weights_is_refused():
     stream = sf.batches(np.arange(9), 2)
-    with pytest.raises(sf.ConfigError, match="reweight: expected those of a mixture"):
+    with pytest.raises(sf.errors.ConfigError, match="reweight: expected those of a mixture"):
         stream.reweight([1])
     late = sf.batches(mixture(), SIZE, start=5)
-    with pytest.raises(sf.ConfigError, match="step: expected an integer of at least 5, got 4"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="step: expected an integer of at least 5, got 4"
+    ):
         late.reweight([1, 1, 1], 4)
-    with pytest.raises(sf.ConfigError, match="batches: expected those of a mixture"):
+    with pytest.raises(sf.errors.ConfigError, match="batches: expected those of a mixture"):
         BatchFeed([{"x": np.ones(2)}]).reweight([1], 0)
     assert not hasattr(sf.prefetch([1]), "reweight")

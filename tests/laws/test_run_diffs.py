@@ -67,7 +67,11 @@ class Setup(NamedTuple):
         make = lambda: sf.init_state(
             {"w": jnp.ones(4), "b": jnp.zeros(())}, optax.adam(1e-2), jax.random.key(self.key)
         )
-        return sf.place(make(), sf.make_sharding(make(), self.mesh)) if self.on_mesh else make()
+        return (
+            sf.sharding.place(make(), sf.make_sharding(make(), self.mesh))
+            if self.on_mesh
+            else make()
+        )
 
     def batches(self):
         return sf.batches(self.data, self.batch_size, seed=self.seed)
@@ -173,7 +177,7 @@ class Change:
 def replace_at(step, change):
     def update(_, event):
         is_due = event.step == step
-        return None, sf.Replace(change(event.state), "halved") if is_due else None
+        return None, sf.hooks.Replace(change(event.state), "halved") if is_due else None
 
     return sf.Hook(None, update, "replace", exact=True)
 

@@ -59,8 +59,8 @@ def step_on(layout, accumulate, mean_by):
     if layout == "one":
         return sf.make_train_step(loss, TX, accumulate=accumulate), new_state()
     mesh = sf.make_mesh((8,), ("fsdp" if layout == "ordered" else layout,))
-    plan = sf.make_sharding(jax.eval_shape(new_state), mesh, sf.fsdp(min_size=1))
-    grad = {"grad": sf.ordered(plan, blocks=8)} if layout == "ordered" else {}
+    plan = sf.make_sharding(jax.eval_shape(new_state), mesh, sf.sharding.fsdp(min_size=1))
+    grad = {"grad": sf.sharding.ordered(plan, blocks=8)} if layout == "ordered" else {}
     return sf.make_train_step(loss, TX, accumulate=accumulate, **grad), new_state(plan)
 
 
@@ -153,5 +153,5 @@ def test_means_by_label_add_up_to_the_mean(examples):
     ],
 )
 def test_invalid_labels_and_names_are_refused(labels, names, says):
-    with pytest.raises(sf.LossError, match=says):
+    with pytest.raises(sf.errors.LossError, match=says):
         sf.mean_by(np.ones(4), labels, names)

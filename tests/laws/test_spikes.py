@@ -54,7 +54,7 @@ def rewritten(change):
     """Return `skip_spikes` with another rule for its state."""
 
     def make(tx, **options):
-        right = sf.skip_spikes(tx, **options)
+        right = sf.optim.skip_spikes(tx, **options)
 
         def update(updates, state, params=None, *, value, **extra):
             updates, new = right.update(updates, state, params, value=value, **extra)
@@ -118,7 +118,7 @@ def scanned(make):
 
 @cache
 def skipping():
-    tx = sf.skip_spikes(optax.sgd(0.1), window=WINDOW, deviations=DEVIATIONS)
+    tx = sf.optim.skip_spikes(optax.sgd(0.1), window=WINDOW, deviations=DEVIATIONS)
     return tx._replace(update=jax.jit(tx.update))
 
 
@@ -144,7 +144,7 @@ LEVELS = [0.75, 1.0, 1.25, 1.5, 8.0, 9.0, np.nan, np.inf, -np.inf]
 
 @given(st.lists(st.sampled_from(LEVELS), min_size=LENGTH, max_size=LENGTH))
 def test_exactly_the_spikes_are_skipped(losses):
-    check(sf.skip_spikes, losses)
+    check(sf.optim.skip_spikes, losses)
 
 
 QUIET = [1.0, 1.25, 0.75, 1.0]
@@ -162,7 +162,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_happens_after(case):
-    check(sf.skip_spikes, CASES[case])
+    check(sf.optim.skip_spikes, CASES[case])
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_what_is_nearly_right_fails_the_same_law(make, case):
 
 def test_a_loss_that_was_zero_throughout_has_no_scale_to_judge_by():
     """As in reinforcement learning, until a first reward."""
-    tx = sf.skip_spikes(optax.sgd(0.1), window=WINDOW)
+    tx = sf.optim.skip_spikes(optax.sgd(0.1), window=WINDOW)
     state, update = tx.init(PARAMS), jax.jit(tx.update)
     for loss in [0.0] * WINDOW + [1e-7] * 3 + [0.5]:
         _, state = update(GRADS, state, PARAMS, value=jnp.float32(loss))
@@ -198,14 +198,16 @@ def test_the_first_spike_is_where_stop_on_spike_stops(losses):
         if skipped is None and int(state.skipped):
             skipped = i + 1
     event = sf.Event(len(losses), None, {}, None, {"train/loss": np.array(losses)})
-    stop = Shown(sf.stop_on_spike(window=WINDOW, deviations=DEVIATIONS))(event)
+    stop = Shown(sf.hooks.stop_on_spike(window=WINDOW, deviations=DEVIATIONS))(event)
     assert (stop is None) == (skipped is None)
     assert stop is None or f" in step {skipped}," in stop.message
 
 
 def test_sigma_gives_its_new_name():
-    with pytest.raises(sf.ConfigError, match="sigma: expected its new name, deviations=…, got"):
-        sf.skip_spikes(optax.sgd(0.1), sigma=6.0)
+    with pytest.raises(
+        sf.errors.ConfigError, match="sigma: expected its new name, deviations=…, got"
+    ):
+        sf.optim.skip_spikes(optax.sgd(0.1), sigma=6.0)
 
 
 # In a train step
@@ -221,7 +223,7 @@ def batches(levels):
 
 def chained():
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    return sf.skip_spikes(sf.ema_params(inner, 0.9), window=WINDOW, deviations=DEVIATIONS)
+    return sf.optim.skip_spikes(sf.ema_params(inner, 0.9), window=WINDOW, deviations=DEVIATIONS)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +275,8 @@ def test_calls_scans_layouts_and_restores_have_the_same_bits(tmp_path):
 
 
 def test_the_loss_has_to_be_passed():
-    tx = sf.skip_spikes(optax.sgd(0.1))
+    tx = sf.optim.skip_spikes(optax.sgd(0.1))
     params = {"w": jnp.ones(2)}
     for wrong in ({}, {"value": jnp.ones(2)}):
-        with pytest.raises(sf.ConfigError, match="value: expected the loss, a number, got "):
+        with pytest.raises(sf.errors.ConfigError, match="value: expected the loss, a number, got "):
             tx.update(params, tx.init(params), params, **wrong)

@@ -54,7 +54,7 @@ def check(wrap, make, skipped=(), stop=3, counts=(2, 3)):
     """Stop after some batches, and resume with another number of workers; go back in the same."""
     try:
         whole = bits(make().without(skipped))
-    except sf.ConfigError:  # no batch is left
+    except sf.errors.ConfigError:  # no batch is left
         return
     stop = min(stop, len(whole))
     stream = wrap(make(), counts[0]).without(skipped)

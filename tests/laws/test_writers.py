@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer, last_step, read_rows, write_csv
+from stepfold.writers.jsonl import csv_writer, jsonl_writer, last_step, read_rows, write_csv
 
 pytestmark = pytest.mark.not_optimized
 

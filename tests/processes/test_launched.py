@@ -52,8 +52,8 @@ sf.start_distributed()
 x = np.random.default_rng(0).normal(size=(512, 8)).astype("float32")
 data = sf.batches({"x": x, "y": np.tanh(x.sum(1))}, 16, seed=0)
 shape = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))
-plan = sf.make_sharding(shape, sf.make_mesh(), sf.fsdp(min_size=1))
-step = sf.make_train_step(loss_fn, tx, grad=sf.ordered(plan, blocks=4))
+plan = sf.make_sharding(shape, sf.make_mesh(), sf.sharding.fsdp(min_size=1))
+step = sf.make_train_step(loss_fn, tx, grad=sf.sharding.ordered(plan, blocks=4))
 state = sf.init_state(init, tx, jax.random.key(0), sharding=plan)
 result = sf.fit(
     step, state, data, steps=60, log_every=5, run_dir=folder,

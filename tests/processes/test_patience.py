@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import stepfold as sf
+from stepfold.cluster import patience
 from stepfold.core.processes import DEFAULT_PATIENCE, KeyValues
-from stepfold.loop import patience
 
 from . import launch
 
@@ -194,4 +194,4 @@ def watched(start, moment, process, how, folder, patience):
             time.sleep(1000)
 
     rows = [{"x": np.ones((4, 8), np.float32)}] * 40
-    sf.fit(step, state, rows, log_every=10, hooks=[sf.watchdog(60), hook])
+    sf.fit(step, state, rows, log_every=10, hooks=[sf.hooks.watchdog(60), hook])

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import stepfold as sf
-from stepfold.loop import prediction_files
+from stepfold.runs import prediction_files
 
 COUNT = 46
 
@@ -30,7 +30,7 @@ def step(params, batch):
 
 
 def state_on(mesh):
-    return sf.place({"w": np.ones(3, np.float32)}, NamedSharding(mesh, PartitionSpec()))
+    return sf.sharding.place({"w": np.ones(3, np.float32)}, NamedSharding(mesh, PartitionSpec()))
 
 
 def make_batches(**options):

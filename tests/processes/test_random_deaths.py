@@ -55,11 +55,11 @@ def start():
 mixture = sf.mix({{"a": (examples(300), 2.0), "b": (examples(200), 1.0)}}, seed=0)
 held_out = examples(64)
 shape = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))
-plan = sf.make_sharding(shape, sf.make_mesh(), sf.fsdp(min_size=1))
+plan = sf.make_sharding(shape, sf.make_mesh(), sf.sharding.fsdp(min_size=1))
 index = jax.process_index()
 with sf.workers(sf.batches(mixture, 16), 1) as batches:
     result = sf.fit(
-        sf.make_train_step(loss_fn, tx, grad=sf.ordered(plan, blocks=4)),
+        sf.make_train_step(loss_fn, tx, grad=sf.sharding.ordered(plan, blocks=4)),
         start,
         batches,
         steps={STEPS},
@@ -73,7 +73,7 @@ with sf.workers(sf.batches(mixture, 16), 1) as batches:
             best="eval/loss",
             temporary=sf.Temporary(f"{{hosts}}/{{index}}", every=8, replicas=1),
         ),
-        hooks=[sf.stop_early("eval/loss", patience=50), sf.progress("none")],
+        hooks=[sf.hooks.stop_early("eval/loss", patience=50), sf.progress("none")],
     )
 restored = sf.restore(f"{{folder}}/checkpoints", shape)  # all processes call this
 bits = hashlib.sha256()

@@ -14,7 +14,7 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from stepfold import ConfigError
+from stepfold.errors import ConfigError
 
 from . import launch
 

@@ -20,8 +20,8 @@ from tests.small import full_but
 import stepfold as sf
 from stepfold.checkpoint import claims as run_lock
 from stepfold.checkpoint import manifest
+from stepfold.hooks import performance
 from stepfold.internals.orbax import StepWriter
-from stepfold.loop.hooks import performance
 
 from . import launch
 
@@ -76,13 +76,13 @@ def stops(start, batches, options, folder=None, signal_at=None, hook_at=None):
             )  # fmt: skip
         except SystemExit as error:
             result, code = error.result, error.code
-        except sf.DataError as error:
+        except sf.errors.DataError as error:
             errors.append(str(error))
     seen = {"code": code, "errors": errors, "warned": [str(w.message) for w in caught]}
     if not errors:
         seen |= {"steps": result.steps, "kind": result.stop_reason.kind}
         seen |= {"message": str(result.stop_reason)}
-        seen |= {"saved": sf.latest_step(folder) if folder else None}
+        seen |= {"saved": sf.checkpoint.latest_step(folder) if folder else None}
     print(json.dumps(seen))
 
 
@@ -247,10 +247,10 @@ def fills(start, folder):
     try:
         with sf.Checkpoints(folder) as series:
             series.save(state, step=1)
-    except sf.CheckpointError as error:
+    except sf.errors.CheckpointError as error:
         problem = str(error)
     manifest.write_leaves = write_leaves
-    steps = sf.verify(folder) if jax.process_index() == 0 else None
+    steps = sf.checkpoint.verify(folder) if jax.process_index() == 0 else None
     print(json.dumps({"problem": problem, "steps": steps}))
 
 
@@ -272,7 +272,7 @@ def saves_late(start, folder, who, seconds):
     try:
         with sf.Checkpoints(folder) as series:
             series.save(state, step=1)
-    except sf.CheckpointError as error:
+    except sf.errors.CheckpointError as error:
         problem = str(error)
     StepWriter.save = save
     print(json.dumps([problem, time.monotonic() - began]))
@@ -315,7 +315,7 @@ def evaluates(start, kind, counts):
     rows = ({"x": np.full((4, 8), number, np.float32)} for number in range(count))
     try:
         print(json.dumps(sf.evaluate(measure, state, list(rows) if kind == "list" else rows)))
-    except sf.DataError as error:
+    except sf.errors.DataError as error:
         print(json.dumps(str(error)))
 
 
@@ -347,7 +347,7 @@ def some_are_slow(start, cases):
     clock.perf_counter = lambda: clock.now
 
     def scripted(kind, slow):
-        hook = sf.stragglers()
+        hook = sf.hooks.stragglers()
 
         def update(state, event):
             clock.now = 0.2 * event.step
@@ -394,9 +394,9 @@ def opens(start, run_dirs, folders, late, blind):
     time.sleep(late if me == 1 else 0)
     began = time.monotonic()
     checkpoints = folders and sf.Checkpoints(folders[me], every=2)
-    has_checkpoint = sf.Series.has_checkpoint
+    has_checkpoint = sf.checkpoint.Series.has_checkpoint
     if me == 1 and blind:  # as a file system that shows new files late, or never
-        sf.Series.has_checkpoint = lambda self: False
+        sf.checkpoint.Series.has_checkpoint = lambda self: False
     try:
         result = sf.fit(
             step, state, batches, steps=4, log_every=2, checkpoints=checkpoints,
@@ -406,7 +406,7 @@ def opens(start, run_dirs, folders, late, blind):
     except sf.StepfoldError as error:
         print(f"{time.monotonic() - began < 60} {type(error).__name__}: {error}")
     finally:
-        sf.Series.has_checkpoint = has_checkpoint
+        sf.checkpoint.Series.has_checkpoint = has_checkpoint
 
 
 @pytest.fixture

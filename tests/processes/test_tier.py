@@ -1,5 +1,6 @@
 """Temporary steps of two processes, each with the directory of a host, or with one for both."""
 
+import importlib
 import json
 import math
 import os
@@ -18,12 +19,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
-from stepfold.checkpoint import restore as module
 from stepfold.checkpoint import tier, transport
 from stepfold.checkpoint.store import DirectoryStore
 from stepfold.core.processes import KeyValues
 
 from . import launch
+
+module = importlib.import_module("stepfold.checkpoint.restore")
 
 SHAPES = {"all": (16, 100), "some": (100, 8), "one": (900,)}
 BYTES = 4 * sum(map(math.prod, SHAPES.values()))
@@ -160,7 +162,7 @@ def fails(start, folder, where, last=4):
                 restored = series.restore(make_state(0, mesh))
                 assert is_same(restored.state, make_state(restored.step, mesh))
                 seen.append(restored.step)
-        except (sf.CheckpointError, OSError) as error:
+        except (sf.errors.CheckpointError, OSError) as error:
             problem = str(error)
         finally:
             tier.sync, module.make_leaf, transport.Server.__init__ = originals
@@ -210,8 +212,8 @@ def fits(start, folder, hosts, victim):
     init = lambda key: {"w": jax.random.normal(key, (16, 32))}
     loss_fn = lambda params, batch, key: sf.mean((jnp.tanh(batch["x"] @ params["w"]) ** 2).mean(-1))
     shape = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))
-    plan = sf.make_sharding(shape, sf.make_mesh(), sf.fsdp(min_size=1))
-    step = sf.make_train_step(loss_fn, tx, grad=sf.ordered(plan, blocks=8))
+    plan = sf.make_sharding(shape, sf.make_mesh(), sf.sharding.fsdp(min_size=1))
+    step = sf.make_train_step(loss_fn, tx, grad=sf.sharding.ordered(plan, blocks=8))
 
     def dies(event):
         if process == victim and event.is_train and event.step == 9:

@@ -46,9 +46,9 @@ def trains(start, dims, once):
         return jax.tree.map(lambda x: np.split(x, job.processes)[job.process], whole)
 
     shape = jax.eval_shape(lambda key: sf.init_state(init, tx, key), jax.random.key(0))
-    plan = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
+    plan = sf.make_sharding(shape, mesh, sf.sharding.fsdp(min_size=1))
     state = sf.init_state(init, tx, jax.random.key(0), sharding=plan)
-    grad = sf.reduce_once(plan) if once else sf.make_grad
+    grad = sf.sharding.reduce_once(plan) if once else sf.make_grad
     step = sf.make_train_step(loss_fn, tx, accumulate=2, grad=grad)
     step = sf.compile_step(step, state, sf.shard_batch(rows(0), mesh))
     evaluate = sf.compile_step(sf.make_eval_step(loss_fn), state, sf.shard_batch(rows(0), mesh))
@@ -115,7 +115,7 @@ def gives_rows(start, rows, late=0, timeout=None):
             batch = sf.shard_batch(np.ones((count, 2)), mesh)
             assert float(jax.numpy.sum(batch)) == 4 * count
         print("equal")
-    except (sf.DataError, sf.PeerTimeoutError) as error:
+    except (sf.errors.DataError, sf.errors.PeerTimeoutError) as error:
         print(type(error).__name__, error)
 
 
@@ -151,7 +151,7 @@ def trains_ordered(start, alone, dims):
     if not alone:
         start()
     mesh = sf.make_mesh(dims, devices=jax.devices()[: math.prod(dims)])
-    tx = optax.chain(sf.clip_by_ordered_norm(0.1, mesh), optax.adamw(1e-2))
+    tx = optax.chain(sf.optim.clip_by_ordered_norm(0.1, mesh), optax.adamw(1e-2))
     rng = np.random.default_rng(0)
     params = {"in": rng.normal(size=(8, 64)), "out": rng.normal(size=(64, 4)), "odd": np.ones(3)}
     params = jax.tree.map(lambda x: x.astype(np.float32), params)
@@ -170,9 +170,9 @@ def trains_ordered(start, alone, dims):
         return sf.shard_batch(jax.tree.map(lambda x: x[own], batch), mesh)
 
     shape = jax.eval_shape(lambda: sf.init_state(params, tx, jax.random.key(0)))
-    plan = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
+    plan = sf.make_sharding(shape, mesh, sf.sharding.fsdp(min_size=1))
     state = sf.init_state(params, tx, jax.random.key(0), sharding=plan)
-    step = sf.make_train_step(loss_fn, tx, grad=sf.ordered(plan, blocks=8))
+    step = sf.make_train_step(loss_fn, tx, grad=sf.sharding.ordered(plan, blocks=8))
     step = sf.compile_step(step, state, rows(0))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     replicate = jax.jit(lambda tree: tree, out_shardings=everywhere)
@@ -199,7 +199,7 @@ def prefetches(start, wrong):
         spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
         try:
             sf.prefetch([], sharding=spread)
-        except sf.ConfigError as error:
+        except sf.errors.ConfigError as error:
             print(error)
         return
     batches = sf.batches({"x": np.arange(40.0)}, 8, seed=0, epochs=2)

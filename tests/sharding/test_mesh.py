@@ -72,7 +72,7 @@ def test_a_mesh_may_be_of_some_devices():
     mesh = sf.make_mesh((2, -1, 1, 1), devices=iter(some))
     assert list(mesh.devices.flat) == some
     assert dict(mesh.shape) == {"dp": 2, "fsdp": 2, "tp": 1, "sp": 1}
-    with pytest.raises(sf.ShardingError, match="expected at least one device, got none"):
+    with pytest.raises(sf.errors.ShardingError, match="expected at least one device, got none"):
         sf.make_mesh(devices=[])
 
 
@@ -81,7 +81,7 @@ def test_dims_give_a_mesh_of_all_devices_or_say_what_would(dims):
     names = "abcd"[: len(dims)]
     try:
         mesh = sf.make_mesh(dims, names)
-    except sf.ShardingError as error:
+    except sf.errors.ShardingError as error:
         fixed = math.prod(size for size in dims if size != -1)
         assert dims.count(-1) > 1 or 8 % fixed or (fixed != 8 and -1 not in dims)
         if "nearest" in str(error):
@@ -114,7 +114,7 @@ def test_dims_give_a_mesh_of_all_devices_or_say_what_would(dims):
     ],
 )
 def test_dims_that_cannot_be_are_refused(dims, message):
-    with pytest.raises(sf.ShardingError, match=message):
+    with pytest.raises(sf.errors.ShardingError, match=message):
         sf.make_mesh(dims)
 
 
@@ -162,14 +162,14 @@ def test_slices_need_not_be_in_order():
 def test_slices_that_cannot_be_arranged_are_refused(dims, dcn_dims, slices, message):
     of = [index for index, count in enumerate(slices) for _ in range(count)]
     devices = [Device(i, slice_index=index) for i, index in enumerate(of)]
-    with pytest.raises(sf.ShardingError, match=message):
+    with pytest.raises(sf.errors.ShardingError, match=message):
         sf.make_mesh(dims, ("a", "b"), dcn_dims=dcn_dims, devices=devices)
 
 
 @pytest.mark.parametrize("use", ["make_sharding", "shard_batch"])
 def test_what_is_no_mesh_is_refused(use):
     with pytest.raises(
-        sf.ShardingError,
+        sf.errors.ShardingError,
         match=r"mesh: expected a jax.sharding.Mesh, got .*; sf.make_mesh\(\) makes one",
     ):
         getattr(sf, use)({"x": np.ones((8, 2))}, "mesh")

@@ -23,11 +23,11 @@ def start(dims, names=("dp", "fsdp", "tp", "sp"), rules=None):
     mesh = sf.make_mesh(dims, names, devices=devices)
     params = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64)), "odd": jnp.ones(7)}
     state = sf.init_state(params, TX, jax.random.key(0))
-    rules = sf.fsdp(min_size=16) if rules is None else rules
+    rules = sf.sharding.fsdp(min_size=16) if rules is None else rules
     plan = sf.make_sharding(state, mesh, rules)
     axes = None if "dp" in names else names
     return (
-        sf.place(state, plan),
+        sf.sharding.place(state, plan),
         plan,
         sf.shard_batch(np.ones((64, 64), np.float32), mesh, axes=axes),
     )
@@ -52,8 +52,10 @@ def describe(dims, **options):
 )
 def test_it_costs_what_accumulation_costs(dims):
     """The products are the same. What is sent is at most what an all-reduce per axis sends."""
-    got = describe(dims, grad=lambda plan: sf.ordered(plan, blocks=8))
-    want = describe(dims, accumulate=lambda plan: 8 // math.prod(dims), grad=sf.reduce_once)
+    got = describe(dims, grad=lambda plan: sf.sharding.ordered(plan, blocks=8))
+    want = describe(
+        dims, accumulate=lambda plan: 8 // math.prod(dims), grad=sf.sharding.reduce_once
+    )
     assert got.flops == want.flops
     assert got.moved <= 1.25 * want.moved + 4096
     gathered = 4 * (2 * 64 * 256 + 7)
@@ -72,7 +74,9 @@ def test_more_blocks_need_less_memory():
     batch = jax.ShapeDtypeStruct((8192, 64), jnp.float32)
     temporaries = [
         sf.describe(
-            sf.make_train_step(layers, TX, grad=sf.ordered(plan, blocks=blocks)), state, batch
+            sf.make_train_step(layers, TX, grad=sf.sharding.ordered(plan, blocks=blocks)),
+            state,
+            batch,
         ).memory.temporaries
         for blocks in (1, 8)
     ]
@@ -82,12 +86,12 @@ def test_more_blocks_need_less_memory():
 @pytest.mark.parametrize("blocks", [0, 3, 4, 2.0, "8"])
 def test_blocks_are_a_power_of_two_that_the_devices_divide(blocks):
     _, plan, _ = start((8, 1, 1, 1))
-    with pytest.raises(sf.ConfigError, match="^blocks: expected "):
-        sf.ordered(plan, blocks=blocks)
-    with pytest.raises(sf.ConfigError, match="^blocks: expected "):
-        sf.clip_by_ordered_norm(1.0, plan.step.mesh, blocks=blocks)
-    with pytest.raises(sf.ConfigError, match="^blocks: expected "):
-        sf.ordered_norm(jnp.ones(8), plan.step.mesh, blocks=blocks)
+    with pytest.raises(sf.errors.ConfigError, match="^blocks: expected "):
+        sf.sharding.ordered(plan, blocks=blocks)
+    with pytest.raises(sf.errors.ConfigError, match="^blocks: expected "):
+        sf.optim.clip_by_ordered_norm(1.0, plan.step.mesh, blocks=blocks)
+    with pytest.raises(sf.errors.ConfigError, match="^blocks: expected "):
+        sf.optim.ordered_norm(jnp.ones(8), plan.step.mesh, blocks=blocks)
 
 
 def test_the_number_of_devices_is_a_power_of_two():
@@ -95,29 +99,29 @@ def test_the_number_of_devices_is_a_power_of_two():
     mesh = sf.make_mesh((6, 1, 1, 1), devices=jax.devices()[:6])
     plan = jax.tree.map(lambda _: jax.sharding.NamedSharding(mesh, P()), plan)
     with pytest.raises(
-        sf.ShardingError, match=r"^ordered: expected 1, 2, 4, 8, … devices .* got 6"
+        sf.errors.ShardingError, match=r"^ordered: expected 1, 2, 4, 8, … devices .* got 6"
     ):
-        sf.ordered(plan)
+        sf.sharding.ordered(plan)
 
 
 def test_meshes_that_shard_computations_are_refused():
     _, plan, _ = start((2, 2, 2, 1), rules=[("up$", P("fsdp", "tp"))])
-    with pytest.raises(sf.ShardingError, match=r"^ordered: expected a mesh .*'tp': 2"):
-        sf.ordered(plan)
+    with pytest.raises(sf.errors.ShardingError, match=r"^ordered: expected a mesh .*'tp': 2"):
+        sf.sharding.ordered(plan)
     mesh = jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with pytest.raises(sf.ShardingError, match="^ordered: expected a mesh of Auto axes"):
-        sf.clip_by_ordered_norm(1.0, mesh)
+    with pytest.raises(sf.errors.ShardingError, match="^ordered: expected a mesh of Auto axes"):
+        sf.optim.clip_by_ordered_norm(1.0, mesh)
 
 
 @pytest.mark.full
 def test_axes_of_other_names_shard_the_batch():
     state, plan, batch = start((4,), ("rows",), rules=[("up$", P("rows"))])
-    step = sf.make_train_step(loss_fn, TX, grad=sf.ordered(plan, axes="rows"))
+    step = sf.make_train_step(loss_fn, TX, grad=sf.sharding.ordered(plan, axes="rows"))
     state, metrics = jax.jit(step)(state, batch)
     assert int(state.step) == 1
     assert float(metrics["loss"].compute()) > 0
-    with pytest.raises(sf.ShardingError, match="^axes: expected axes of the mesh"):
-        sf.ordered(plan)
+    with pytest.raises(sf.errors.ShardingError, match="^axes: expected axes of the mesh"):
+        sf.sharding.ordered(plan)
 
 
 def test_a_batch_may_have_scalars_and_empty_leaves():
@@ -127,7 +131,7 @@ def test_a_batch_may_have_scalars_and_empty_leaves():
         assert batch["none"].shape == (1, 0)
         return sf.mean((batch["x"] @ params["up"]) ** 2 * batch["scale"])
 
-    grad_fn = sf.ordered(plan)(loss)
+    grad_fn = sf.sharding.ordered(plan)(loss)
     batch = {"x": batch[:8], "scale": jnp.float32(2), "none": jnp.zeros((8, 0))}
     _, terms, *_ = jax.eval_shape(grad_fn, state.params, batch, jax.random.key(0), ())
     assert terms["loss"].total.shape == ()
@@ -135,16 +139,22 @@ def test_a_batch_may_have_scalars_and_empty_leaves():
 
 def test_other_arguments_are_refused():
     state, plan, batch = start((8, 1, 1, 1))
-    with pytest.raises(sf.ShardingError, match="^ordered: expected the plan of a TrainState"):
-        sf.ordered(plan.params)
-    with pytest.raises(sf.ShardingError, match="^mesh: expected a jax.sharding.Mesh"):
-        sf.ordered_norm(jnp.ones(8), plan)
-    with pytest.raises(sf.ConfigError, match="^max_norm: expected"):
-        sf.clip_by_ordered_norm(-1.0, plan.step.mesh)
-    with pytest.raises(sf.ConfigError, match="^accumulate: expected 1 with sf.ordered, got 2"):
-        sf.make_train_step(loss_fn, TX, accumulate=2, grad=sf.ordered(plan))
-    step = sf.make_train_step(loss_fn, TX, grad=sf.ordered(plan, blocks=16))
-    with pytest.raises(sf.DataError, match=r"^batch: expected .* the 16 blocks .*float32\[24,64\]"):
+    with pytest.raises(
+        sf.errors.ShardingError, match="^ordered: expected the plan of a TrainState"
+    ):
+        sf.sharding.ordered(plan.params)
+    with pytest.raises(sf.errors.ShardingError, match="^mesh: expected a jax.sharding.Mesh"):
+        sf.optim.ordered_norm(jnp.ones(8), plan)
+    with pytest.raises(sf.errors.ConfigError, match="^max_norm: expected"):
+        sf.optim.clip_by_ordered_norm(-1.0, plan.step.mesh)
+    with pytest.raises(
+        sf.errors.ConfigError, match="^accumulate: expected 1 with sf.sharding.ordered, got 2"
+    ):
+        sf.make_train_step(loss_fn, TX, accumulate=2, grad=sf.sharding.ordered(plan))
+    step = sf.make_train_step(loss_fn, TX, grad=sf.sharding.ordered(plan, blocks=16))
+    with pytest.raises(
+        sf.errors.DataError, match=r"^batch: expected .* the 16 blocks .*float32\[24,64\]"
+    ):
         jax.jit(step)(state, batch[:24])
 
 
@@ -155,8 +165,8 @@ def test_float16_with_a_loss_scale_skips_an_overflow():
     params = {"up": jnp.ones((64, 16)), "down": jnp.ones((16, 8))}
     state = sf.init_state(params, tx, jax.random.key(0))
     plan = sf.make_sharding(state, mesh)
-    step = jax.jit(sf.make_train_step(loss_fn, tx, precision="f16", grad=sf.ordered(plan)))
-    state = sf.place(state, plan)
+    step = jax.jit(sf.make_train_step(loss_fn, tx, precision="f16", grad=sf.sharding.ordered(plan)))
+    state = sf.sharding.place(state, plan)
     for value, skipped in ((1e-3, 0), (np.inf, 1)):
         batch = sf.shard_batch(np.full((16, 64), value, np.float32), mesh)
         state, metrics = step(state, batch)

@@ -111,25 +111,33 @@ def test_arrays_that_are_placed_already_stay_or_move():
     [
         (
             {"x": np.zeros(8), "y": [np.zeros((4, 2))], "n": 1},
-            sf.DataError,
+            sf.errors.DataError,
             r"shard_batch: expected the same number of rows in every leaf, got "
             r"batch/x float64\[8\], batch/y/0 float64\[4,2\]$",
         ),
         (
             {"x": np.zeros((6, 2))},
-            sf.ShardingError,
+            sf.errors.ShardingError,
             r"^shard_batch: expected a multiple of 4 rows, one for each shard of this process "
             r"along \('dp', 'fsdp'\), got 6 rows; drop or pad the last batch$",
         ),
-        (np.zeros((0, 3)), sf.ShardingError, r"multiple of 4 rows, .* got 0 rows"),
+        (np.zeros((0, 3)), sf.errors.ShardingError, r"multiple of 4 rows, .* got 0 rows"),
         (
             {"x": jax.ShapeDtypeStruct((7, 3), int)},
-            sf.ShardingError,
+            sf.errors.ShardingError,
             r"shard_batch: expected a multiple of 4 rows, .* got 7 rows",
         ),
-        ({"text": "hello"}, sf.DataError, r"^batch/text: expected an array, got str 'hello'$"),
-        ("hello", sf.DataError, r"^batch: expected an array, got str 'hello'$"),
-        ({"x": object}, sf.DataError, r"^batch/x: expected an array, got type <class 'object'>$"),
+        (
+            {"text": "hello"},
+            sf.errors.DataError,
+            r"^batch/text: expected an array, got str 'hello'$",
+        ),
+        ("hello", sf.errors.DataError, r"^batch: expected an array, got str 'hello'$"),
+        (
+            {"x": object},
+            sf.errors.DataError,
+            r"^batch/x: expected an array, got type <class 'object'>$",
+        ),
     ],
 )
 def test_a_batch_that_cannot_be_spread_is_refused(batch, error, message):
@@ -139,7 +147,7 @@ def test_a_batch_that_cannot_be_spread_is_refused(batch, error, message):
 
 @pytest.mark.parametrize("text", [["a"] * 4, [b"a"] * 4, [None] * 4], ids=["str", "bytes", "None"])
 def test_numpy_arrays_of_no_numbers_are_refused_by_name(text):
-    with pytest.raises(sf.DataError, match="batch/text: expected"):
+    with pytest.raises(sf.errors.DataError, match="batch/text: expected"):
         sf.shard_batch({"text": np.array(text)}, MESH)
 
 
@@ -159,7 +167,7 @@ def test_numpy_arrays_of_no_numbers_are_refused_by_name(text):
     ],
 )
 def test_axes_that_the_mesh_lacks_are_refused(axes, names, message):
-    with pytest.raises(sf.ShardingError, match=message):
+    with pytest.raises(sf.errors.ShardingError, match=message):
         sf.shard_batch(np.zeros(8), sf.make_mesh((-1,), names), axes=axes)
 
 
@@ -200,7 +208,7 @@ FOLD = jax.jit(jax.vmap(lambda key: jax.random.fold_in(key, 1)), donate_argnums=
 def test_what_is_placed_shares_nothing_with_what_was_given(place):
     for name, give in GIVEN.items():
         x = give(aligned(4096).reshape(64, 64), place)
-        (placed,) = sf.place((x,), (place,))
+        (placed,) = sf.sharding.place((x,), (place,))
         assert placed.sharding == place, name
         np.testing.assert_array_equal(placed, np.arange(4096).reshape(64, 64), name)
         jax.block_until_ready(OVERWRITE(placed))
@@ -214,7 +222,7 @@ def test_keys_are_copied_too(key, place):
     keys = jax.random.split(key, 8)
     want = bare(FOLD(jax.random.split(key, 8)))
     for given_keys in (keys, jax.device_put(keys, place)):
-        placed = sf.place(given_keys, place)
+        placed = sf.sharding.place(given_keys, place)
         assert placed.sharding.is_equivalent_to(place, 1)
         after = FOLD(placed)
         assert placed.is_deleted()
@@ -226,8 +234,8 @@ def test_a_state_that_is_placed_steps_as_one_that_is_born_there(key):
     tx = optax.adam(0.1)
     params = {"w": jnp.arange(4096.0).reshape(64, 64) / 4096}
     state = sf.init_state(params, tx, key)
-    plan = sf.make_sharding(state, sf.make_mesh((4, 2, 1, 1)), sf.fsdp(min_size=1))
-    born, placed = sf.init_state(params, tx, key, sharding=plan), sf.place(state, plan)
+    plan = sf.make_sharding(state, sf.make_mesh((4, 2, 1, 1)), sf.sharding.fsdp(min_size=1))
+    born, placed = sf.init_state(params, tx, key, sharding=plan), sf.sharding.place(state, plan)
     for x, y in zip(jax.tree.leaves(born), jax.tree.leaves(placed), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
         assert x.dtype == y.dtype
@@ -253,20 +261,22 @@ R = PLACES["replicated"]
     ],
 )
 def test_a_plan_for_another_tree_is_refused_leaf_by_leaf(state, plan, lines):
-    with pytest.raises(sf.TreeMismatchError) as caught:
-        sf.place(state, plan)
+    with pytest.raises(sf.errors.TreeMismatchError) as caught:
+        sf.sharding.place(state, plan)
     assert str(caught.value).split("\n  ") == ["the plan is for another tree:", *lines]
 
 
 def test_a_plan_in_other_containers_is_refused():
-    with pytest.raises(sf.TreeMismatchError, match=r"expected the containers .*\(\*,\).*, got"):
-        sf.place((1.0,), [R])
+    with pytest.raises(
+        sf.errors.TreeMismatchError, match=r"expected the containers .*\(\*,\).*, got"
+    ):
+        sf.sharding.place((1.0,), [R])
 
 
 def test_a_state_made_by_hand_compiles_its_step_once(key, compiles):
     tx = optax.sgd(0.1)
     state = sf.TrainState(0, {"w": jnp.ones(64)}, tx.init({"w": jnp.ones(64)}), (), key)
-    state = sf.place(state, jax.tree.map(lambda _: R, state))
+    state = sf.sharding.place(state, jax.tree.map(lambda _: R, state))
     step = jax.jit(sf.make_train_step(lambda p, b, k: sf.mean(b * p["w"].sum()), tx))
     batch = sf.shard_batch(np.ones(8, np.float32), MESH)
     state, _ = jax.block_until_ready(step(state, batch))

@@ -258,7 +258,7 @@ def test_under_misfit_replicate_followers_follow_the_fallback():
     ],
 )
 def test_a_spec_that_does_not_fit_is_refused_with_path_shape_and_mesh(shape, spec, message):
-    with pytest.raises(sf.ShardingError, match=message) as caught:
+    with pytest.raises(sf.errors.ShardingError, match=message) as caught:
         sf.make_sharding({"w": leaf(*shape)}, MESH, ("w", spec))
     assert str(caught.value).startswith(
         "the rules do not fit the mesh {'dp': 2, 'fsdp': 2, 'tp': 2, 'sp': 1}:\n  w: "
@@ -268,7 +268,7 @@ def test_a_spec_that_does_not_fit_is_refused_with_path_shape_and_mesh(shape, spe
 def test_all_faults_are_told_at_once():
     tree = {"a": leaf(7, 6), "b": leaf(8), "c": leaf(3, 8), "d": leaf(4, 4), "fits": leaf(8, 8)}
     rules = [("b", P("dp", "tp")), ("d", P("zz")), (".", P("dp", "tp"))]
-    with pytest.raises(sf.ShardingError) as caught:
+    with pytest.raises(sf.errors.ShardingError) as caught:
         sf.make_sharding(tree, MESH, rules)
     lines = str(caught.value).split("\n  ")[1:-1]
     assert sorted(line[:2] for line in lines) == ["a:", "b:", "c:", "d:"]
@@ -276,25 +276,29 @@ def test_all_faults_are_told_at_once():
 
 @pytest.mark.parametrize("misfit", ["ignore", None, True])
 def test_another_misfit_is_refused(misfit):
-    with pytest.raises(sf.ShardingError, match="misfit: expected 'error' or 'replicate', got"):
+    with pytest.raises(
+        sf.errors.ShardingError, match="misfit: expected 'error' or 'replicate', got"
+    ):
         sf.make_sharding(PARAMS, MESH, misfit=misfit)
 
 
 @pytest.mark.parametrize(("thing", "spelled"), [(1.0, "float 1.0"), ("x", "str 'x'")])
 def test_what_is_no_array_is_refused_by_its_path(thing, spelled):
     message = f"a/0: expected an array or an abstract one, got {spelled}"
-    with pytest.raises(sf.ShardingError, match=message):
+    with pytest.raises(sf.errors.ShardingError, match=message):
         sf.make_sharding({"a": [thing]}, MESH)
-    with pytest.raises(sf.ShardingError, match=message):
-        sf.sharding_table({"a": [thing]})
-    with pytest.raises(sf.ShardingError, match="tree: expected an array or an abstract one"):
+    with pytest.raises(sf.errors.ShardingError, match=message):
+        sf.sharding.sharding_table({"a": [thing]})
+    with pytest.raises(sf.errors.ShardingError, match="tree: expected an array or an abstract one"):
         sf.make_sharding(lambda key: key, MESH)
 
 
 def test_a_table_has_path_shape_spec_and_bytes_per_device():
     params = {"w": leaf(64, 128), "b": leaf(128), "d": leaf(4, 8, 2)}
     rules = [("w", P("dp", ("fsdp", "tp"))), ("d", P(None, "tp"))]
-    assert sf.sharding_table(params, sf.make_sharding(params, MESH, rules)).splitlines() == [
+    assert sf.sharding.sharding_table(
+        params, sf.make_sharding(params, MESH, rules)
+    ).splitlines() == [
         "path   shape            spec         bytes per device",
         "-----  ---------------  -----------  ----------------",
         "b      float32[128]     replicated              512 B",
@@ -305,8 +309,10 @@ def test_a_table_has_path_shape_spec_and_bytes_per_device():
 
 
 def test_a_table_without_shardings_is_refused():
-    with pytest.raises(sf.ShardingError, match="w: expected a sharding, got None; give plan="):
-        sf.sharding_table({"w": np.ones(3, np.float32)})
+    with pytest.raises(
+        sf.errors.ShardingError, match="w: expected a sharding, got None; give plan="
+    ):
+        sf.sharding.sharding_table({"w": np.ones(3, np.float32)})
 
 
 def test_a_table_of_arrays_says_where_they_are(key):
@@ -315,7 +321,7 @@ def test_a_table_of_arrays_says_where_they_are(key):
         "key": key,
         "half": jnp.ones(8, jnp.bfloat16),
     }
-    assert sf.sharding_table(arrays).splitlines()[2:] == [
+    assert sf.sharding.sharding_table(arrays).splitlines()[2:] == [
         "cut    float32[8,8]  dp                     128 B",
         "half   bfloat16[8]   one device              16 B",
         "key    key<fry>[]    one device               8 B",
@@ -359,8 +365,8 @@ def test_a_plan_of_specs_that_fit_is_where_arrays_can_be_put(pairs, dtype):
     arrays = jax.tree.map(lambda pair: np.zeros(pair[0], dtype), pairs, is_leaf=is_pair)
     plan = sf.make_sharding(arrays, MESH, lambda path, leaf: given_specs[path])
     placed = jax.device_put(arrays, plan)
-    assert sf.sharding_table(placed) == sf.sharding_table(arrays, plan)
-    rows = sf.sharding_table(arrays, plan).splitlines()[2:]
+    assert sf.sharding.sharding_table(placed) == sf.sharding.sharding_table(arrays, plan)
+    rows = sf.sharding.sharding_table(arrays, plan).splitlines()[2:]
     sizes = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed)]
     for row, own in zip(rows, [*sizes, sum(sizes)], strict=True):
         assert row.endswith(f" {table.size(own)}")
@@ -389,12 +395,16 @@ def test_the_state_of_any_optimizer_is_born_as_planned(pairs):
 
 def test_what_is_no_plan_is_refused():
     place = NamedSharding(MESH, P())
-    with pytest.raises(sf.TreeMismatchError, match="the plan is for another tree:"):
-        sf.sharding_table({"a": leaf(2)}, [place, place])
-    with pytest.raises(sf.ShardingError, match="plan: expected shardings, as sf.make_sharding"):
-        sf.place({"a": jnp.ones(2)}, MESH)
-    with pytest.raises(sf.ShardingError, match="plan/a: expected shardings, .* got str 'fsdp'"):
-        sf.sharding_table({"a": leaf(2)}, {"a": "fsdp"})
+    with pytest.raises(sf.errors.TreeMismatchError, match="the plan is for another tree:"):
+        sf.sharding.sharding_table({"a": leaf(2)}, [place, place])
+    with pytest.raises(
+        sf.errors.ShardingError, match="plan: expected shardings, as sf.make_sharding"
+    ):
+        sf.sharding.place({"a": jnp.ones(2)}, MESH)
+    with pytest.raises(
+        sf.errors.ShardingError, match="plan/a: expected shardings, .* got str 'fsdp'"
+    ):
+        sf.sharding.sharding_table({"a": leaf(2)}, {"a": "fsdp"})
 
 
 # Rules
@@ -427,9 +437,9 @@ def test_a_function_sees_the_path_and_the_leaf():
 
 
 def test_what_no_rule_takes_is_left_to_fsdp():
-    assert by_rules(("bias", P("tp"))) == by_rules([("bias", P("tp")), sf.fsdp()])
-    assert by_rules([]) == by_rules(sf.fsdp())
-    assert by_rules(lambda path, leaf: None) == by_rules(sf.fsdp())
+    assert by_rules(("bias", P("tp"))) == by_rules([("bias", P("tp")), sf.sharding.fsdp()])
+    assert by_rules([]) == by_rules(sf.sharding.fsdp())
+    assert by_rules(lambda path, leaf: None) == by_rules(sf.sharding.fsdp())
 
 
 def test_a_rule_that_is_given_for_all_keeps_fsdp_from_them():
@@ -445,24 +455,24 @@ ALONE = sf.make_mesh((-1, 1), ("dp", "fsdp"))
 @pytest.mark.parametrize(
     ("rule", "mesh", "shape", "wanted"),
     [
-        (sf.fsdp(), MESH, (64, 256), P(None, "fsdp")),  # the longest dimension
-        (sf.fsdp(), MESH, (512, 64), P("fsdp")),
-        (sf.fsdp(), MESH, (64, 64), P("fsdp")),  # of several of one length the first
-        (sf.fsdp(min_size=1), MESH, (3, 64, 64), P(None, "fsdp")),
-        (sf.fsdp(min_size=1), EIGHT, (100, 64), P(None, "fsdp")),  # that divides
-        (sf.fsdp(min_size=1), EIGHT, (9, 16, 1000), P(None, None, "fsdp")),
-        (sf.fsdp(min_size=1), EIGHT, (63, 65), P()),
-        (sf.fsdp(), MESH, (2, 2047), P()),  # too small
-        (sf.fsdp(), MESH, (2, 2048), P(None, "fsdp")),
-        (sf.fsdp(min_size=4094), MESH, (2, 2047), P("fsdp")),
-        (sf.fsdp(min_size=4097), MESH, (2, 2048), P()),
-        (sf.fsdp(("dp", "fsdp"), min_size=1), MESH, (6, 4), P(None, ("dp", "fsdp"))),
-        (sf.fsdp(("dp", "fsdp"), min_size=1), MESH, (6, 2), P()),  # several axes are one
-        (sf.fsdp(), NONE, (512, 64), P()),  # without its axis
-        (sf.fsdp(), ALONE, (512, 64), P()),  # of one device
-        (sf.fsdp(min_size=0), MESH, (), P()),
-        (sf.fsdp(min_size=0), MESH, (0, 8), P()),
-        (sf.fsdp(min_size=0), MESH, (1,), P()),
+        (sf.sharding.fsdp(), MESH, (64, 256), P(None, "fsdp")),  # the longest dimension
+        (sf.sharding.fsdp(), MESH, (512, 64), P("fsdp")),
+        (sf.sharding.fsdp(), MESH, (64, 64), P("fsdp")),  # of several of one length the first
+        (sf.sharding.fsdp(min_size=1), MESH, (3, 64, 64), P(None, "fsdp")),
+        (sf.sharding.fsdp(min_size=1), EIGHT, (100, 64), P(None, "fsdp")),  # that divides
+        (sf.sharding.fsdp(min_size=1), EIGHT, (9, 16, 1000), P(None, None, "fsdp")),
+        (sf.sharding.fsdp(min_size=1), EIGHT, (63, 65), P()),
+        (sf.sharding.fsdp(), MESH, (2, 2047), P()),  # too small
+        (sf.sharding.fsdp(), MESH, (2, 2048), P(None, "fsdp")),
+        (sf.sharding.fsdp(min_size=4094), MESH, (2, 2047), P("fsdp")),
+        (sf.sharding.fsdp(min_size=4097), MESH, (2, 2048), P()),
+        (sf.sharding.fsdp(("dp", "fsdp"), min_size=1), MESH, (6, 4), P(None, ("dp", "fsdp"))),
+        (sf.sharding.fsdp(("dp", "fsdp"), min_size=1), MESH, (6, 2), P()),  # several axes are one
+        (sf.sharding.fsdp(), NONE, (512, 64), P()),  # without its axis
+        (sf.sharding.fsdp(), ALONE, (512, 64), P()),  # of one device
+        (sf.sharding.fsdp(min_size=0), MESH, (), P()),
+        (sf.sharding.fsdp(min_size=0), MESH, (0, 8), P()),
+        (sf.sharding.fsdp(min_size=0), MESH, (1,), P()),
     ],
 )
 def test_fsdp_cuts_the_longest_dimension_that_divides(rule, mesh, shape, wanted):
@@ -471,7 +481,7 @@ def test_fsdp_cuts_the_longest_dimension_that_divides(rule, mesh, shape, wanted)
 
 def test_fsdp_over_several_axes_takes_those_the_mesh_has():
     mesh = sf.make_mesh((-1,), ("fsdp",))
-    found = by_rules(sf.fsdp(("dp", "fsdp")), {"w": leaf(64, 128)}, mesh)["w"]
+    found = by_rules(sf.sharding.fsdp(("dp", "fsdp")), {"w": leaf(64, 128)}, mesh)["w"]
     assert found in (P(None, "fsdp"), P(None, ("fsdp",)))
 
 
@@ -482,7 +492,7 @@ def test_fsdp_over_several_axes_takes_those_the_mesh_has():
 )
 def test_fsdp_always_fits(shape, axis, min_size):
     tree = {"w": leaf(*shape)}
-    place = sf.make_sharding(tree, MESH, sf.fsdp(axis, min_size=min_size))["w"]
+    place = sf.make_sharding(tree, MESH, sf.sharding.fsdp(axis, min_size=min_size))["w"]
     whole, own = tree["w"].size, 1
     for size in place.shard_shape(tuple(shape)):
         own *= size
@@ -493,8 +503,8 @@ def test_fsdp_always_fits(shape, axis, min_size):
 
 @pytest.mark.parametrize("min_size", [-1, 1.5, "4096", None])
 def test_a_size_that_is_none_is_refused(min_size):
-    with pytest.raises(sf.ShardingError, match="fsdp: expected min_size of at least 0"):
-        sf.fsdp(min_size=min_size)
+    with pytest.raises(sf.errors.ShardingError, match="fsdp: expected min_size of at least 0"):
+        sf.sharding.fsdp(min_size=min_size)
 
 
 @pytest.mark.parametrize(
@@ -508,28 +518,30 @@ def test_a_size_that_is_none_is_refused(min_size):
         (("(", P()), r"rules: expected a regular expression, got '\(': missing \)"),
         ("kernel", r"rules: expected \(regex, PartitionSpec\), a function .*, got str 'k'"),
         (["kernel", P("tp")], r"rules: expected \(regex, PartitionSpec\).* got str 'kernel'"),
-        (P("tp"), r"or sf.fsdp\(\), got \w+ P.*\('tp',?\)"),
-        (None, r"or sf.fsdp\(\), got NoneType None"),
-        ({"kernel": P()}, r"or sf.fsdp\(\), got dict {'kernel'"),
-        ([("kernel", P(), 3)], r"or sf.fsdp\(\), got tuple \('kernel'"),
+        (P("tp"), r"or sf.sharding.fsdp\(\), got \w+ P.*\('tp',?\)"),
+        (None, r"or sf.sharding.fsdp\(\), got NoneType None"),
+        ({"kernel": P()}, r"or sf.sharding.fsdp\(\), got dict {'kernel'"),
+        ([("kernel", P(), 3)], r"or sf.sharding.fsdp\(\), got tuple \('kernel'"),
         (("kernel", "tp"), r"layers/0/kernel: expected a PartitionSpec from the rule, got str"),
         (lambda p, leaf: ("tp",), r"embed: expected a PartitionSpec from the rule, got tuple"),
     ],
 )
 def test_what_is_no_rule_is_refused(rules, message):
-    with pytest.raises(sf.ShardingError, match=message):
+    with pytest.raises(sf.errors.ShardingError, match=message):
         by_rules(rules)
 
 
 def test_fsdp_over_an_axis_that_is_not_there_is_refused():
     said = r"fsdp: expected axes of the mesh \('dp', 'fsdp', 'tp', 'sp'\), got 'fdsp'"
-    with pytest.raises(sf.ShardingError, match=said):
-        sf.make_sharding(RULED, MESH, sf.fsdp("fdsp"))
+    with pytest.raises(sf.errors.ShardingError, match=said):
+        sf.make_sharding(RULED, MESH, sf.sharding.fsdp("fdsp"))
     for axis in (("fsdp", "typo"), ("dp", "fsdp", "typo"), ("typo", "none")):
-        with pytest.raises(sf.ShardingError, match=r"fsdp: expected axes of the mesh .*'typo'"):
-            sf.make_sharding(RULED, MESH, sf.fsdp(axis))
-    with pytest.raises(sf.ShardingError, match=r"mesh \('x',\), got \('dp', 'fsdp'\)"):
-        sf.make_sharding(RULED, sf.make_mesh((-1,), ("x",)), sf.fsdp(("dp", "fsdp")))
+        with pytest.raises(
+            sf.errors.ShardingError, match=r"fsdp: expected axes of the mesh .*'typo'"
+        ):
+            sf.make_sharding(RULED, MESH, sf.sharding.fsdp(axis))
+    with pytest.raises(sf.errors.ShardingError, match=r"mesh \('x',\), got \('dp', 'fsdp'\)"):
+        sf.make_sharding(RULED, sf.make_mesh((-1,), ("x",)), sf.sharding.fsdp(("dp", "fsdp")))
 
 
 # Boxes of flax
@@ -542,7 +554,7 @@ def boxed(value, *names, kind=nn.Partitioned):
 def test_the_names_of_a_box_are_a_rule():
     params = {"box": boxed(jnp.ones((8, 64)), None, "tp"), "plain": jnp.ones((64, 128))}
     state = state_of(optax.adam(0.1), params)
-    for rules in ((), sf.fsdp(min_size=1)):
+    for rules in ((), sf.sharding.fsdp(min_size=1)):
         plan = sf.make_sharding(state, MESH, rules)
         assert jax.tree.structure(plan) == jax.tree.structure(state)
         plan = specs(plan)
@@ -555,7 +567,7 @@ def test_a_rule_before_fsdp_overrides_a_box():
     params = {"box": boxed(jnp.ones((8, 64)), None, "tp")}
     assert by_rules([("box", P("dp"))], params)["box"].value == P("dp")
     assert by_rules(lambda path, leaf: None, params)["box"].value == P(None, "tp")
-    assert by_rules([sf.fsdp(), ("box", P("dp"))], params)["box"].value == P(None, "tp")
+    assert by_rules([sf.sharding.fsdp(), ("box", P("dp"))], params)["box"].value == P(None, "tp")
 
 
 def test_factored_moments_of_a_boxed_parameter_follow():
@@ -582,24 +594,27 @@ def test_a_stateful_models_boxes_are_read_too():
 def test_a_box_that_does_not_fit_the_mesh_is_refused_with_advice(names, kind, problem):
     params = {"box": boxed(jnp.ones((8, 64)), *names, kind=kind)}
     words = f"box/value: .*{problem}.*; these are the names of its nn.Partitioned, .* nn.unbox"
-    with pytest.raises(sf.ShardingError, match=words):
+    with pytest.raises(sf.errors.ShardingError, match=words):
         sf.make_sharding(params, MESH)
     assert by_rules(("box", P("dp")), params)["box"].value == P("dp")
-    assert specs(sf.make_sharding(nn.unbox(params), MESH, sf.fsdp(min_size=1))) == {
+    assert specs(sf.make_sharding(nn.unbox(params), MESH, sf.sharding.fsdp(min_size=1))) == {
         "box": P(None, "fsdp")
     }
 
 
 def test_a_rule_with_the_names_of_the_box_is_not_advised_to_be_given():
     params = {"box": boxed(jnp.ones((8, 64)), None, "model"), "plain": jnp.ones((8, 64))}
-    with pytest.raises(sf.ShardingError, match=r"box/value: .*names \['model'\]") as caught:
+    with pytest.raises(sf.errors.ShardingError, match=r"box/value: .*names \['model'\]") as caught:
         by_rules(("box", P(None, "model")), params)
     assert "nn.Partitioned" not in str(caught.value)
 
 
-@pytest.mark.parametrize("rules", [("(box|plain)$", P()), [sf.fsdp(), ("box", P())]])
+@pytest.mark.parametrize("rules", [("(box|plain)$", P()), [sf.sharding.fsdp(), ("box", P())]])
 def test_a_rule_that_does_not_reach_a_box_is_pointed_out(rules):
     params = {"box": boxed(jnp.ones((8, 64)), None, "model"), "plain": jnp.ones((8, 64))}
-    words = r"box/value: .*no rule before sf.fsdp\(\) matches this path: .*add a rule for the path"
-    with pytest.raises(sf.ShardingError, match=words):
+    words = (
+        r"box/value: .*no rule before sf.sharding.fsdp\(\) matches this path: .*"
+        "add a rule for the path"
+    )
+    with pytest.raises(sf.errors.ShardingError, match=words):
         by_rules(rules, params)

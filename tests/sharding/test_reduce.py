@@ -62,9 +62,17 @@ def made(dims, tx, loss=loss_fn, dtype=np.float32, rules=RULES, accumulate=1, **
     state = sf.init_state(params, tx, jax.random.key(0))
     plan = sf.make_sharding(state, mesh, rules)
     batch = jax.tree.map(lambda x: x if x.dtype == bool else np.asarray(x, dtype), BATCH)
-    once = sf.make_train_step(loss, tx, accumulate=accumulate, grad=sf.reduce_once(plan), **options)
+    once = sf.make_train_step(
+        loss, tx, accumulate=accumulate, grad=sf.sharding.reduce_once(plan), **options
+    )
     plain = sf.make_train_step(loss, tx, **options)
-    return sf.place(state, plan), plan, sf.shard_batch(batch, mesh), once, (plain, state, batch)
+    return (
+        sf.sharding.place(state, plan),
+        plan,
+        sf.shard_batch(batch, mesh),
+        once,
+        (plain, state, batch),
+    )
 
 
 def ran(step, *args):
@@ -113,10 +121,10 @@ def test_the_step_is_the_plain_one(dims, options):
 def test_gradients_need_no_jit(key):
     mesh = sf.make_mesh((2, 4, 1, 1))
     state = sf.init_state({"w": jnp.ones((8, 8))}, optax.sgd(0.1), key)
-    plan = sf.make_sharding(state, mesh, sf.fsdp(min_size=1))
-    grad_fn = sf.reduce_once(plan)(lambda p, b, k: sf.mean((b @ p["w"]) ** 2))
+    plan = sf.make_sharding(state, mesh, sf.sharding.fsdp(min_size=1))
+    grad_fn = sf.sharding.reduce_once(plan)(lambda p, b, k: sf.mean((b @ p["w"]) ** 2))
     x = np.asarray(BATCH["x"], np.float32)
-    inputs = sf.place(state, plan).params, sf.shard_batch(x, mesh), key, ()
+    inputs = sf.sharding.place(state, plan).params, sf.shard_batch(x, mesh), key, ()
     chex.assert_trees_all_close(raw(grad_fn(*inputs)), raw(jax.jit(grad_fn)(*inputs)), rtol=1e-5)
 
 
@@ -125,7 +133,7 @@ def test_gradients_need_no_jit(key):
 def test_axes_may_be_some_of_those_the_batch_is_spread_over():
     with jax.enable_x64(True):
         state, plan, batch, *_ = made((2, 4, 1, 1), clipped(), dtype=np.float64)
-        grad = sf.reduce_once(plan, axes=("dp",))
+        grad = sf.sharding.reduce_once(plan, axes=("dp",))
         step = sf.make_train_step(loss_fn, clipped(), accumulate=2, grad=grad)
         got = ran(step, state, batch)
         chex.assert_trees_all_close(raw(got), plainly(), rtol=1e-10, atol=1e-12)
@@ -192,7 +200,7 @@ def test_gradients_of_bf16_parameters_add_up_in_float32_over_devices(key):
     x = np.random.default_rng(0).uniform(0.5, 1.5, size=(256, 4)).astype(np.float32)
     state = sf.init_state(jnp.ones(4, jnp.bfloat16), optax.sgd(0.1), key)
     mesh = sf.make_mesh((8, 1, 1, 1))
-    grad_fn = sf.reduce_once(sf.make_sharding(state, mesh))(
+    grad_fn = sf.sharding.reduce_once(sf.make_sharding(state, mesh))(
         lambda p, b, k: sf.mean(b @ p), accumulate=4
     )
     batch = sf.shard_batch(jnp.asarray(x, jnp.bfloat16), mesh)
@@ -306,12 +314,14 @@ def a_plan():
 
 
 def test_a_stateful_loss_is_refused():
-    with pytest.raises(sf.ConfigError, match="grad: expected a function that accepts stateful=, "):
+    with pytest.raises(
+        sf.errors.ConfigError, match="grad: expected a function that accepts stateful=, "
+    ):
         sf.make_train_step(
             lambda p, b, k, s: (p["w"].sum(), {}, s),
             optax.sgd(0.1),
             stateful=True,
-            grad=sf.reduce_once(a_plan()),
+            grad=sf.sharding.reduce_once(a_plan()),
         )
 
 
@@ -331,14 +341,16 @@ def test_a_stateful_loss_is_refused():
     ],
 )
 def test_a_batch_that_does_not_divide_is_refused(run, key, batch, message):
-    grad_fn = sf.reduce_once(a_plan())(lambda p, b, k: sf.mean(b["x"] @ p["w"]))
-    with pytest.raises(sf.DataError, match=message):
+    grad_fn = sf.sharding.reduce_once(a_plan())(lambda p, b, k: sf.mean(b["x"] @ p["w"]))
+    with pytest.raises(sf.errors.DataError, match=message):
         run(grad_fn)({"w": jnp.ones((8, 8))}, batch, key, ())
 
 
 def test_rows_of_a_device_that_do_not_divide_are_refused(key):
-    grad_fn = sf.reduce_once(a_plan())(lambda p, b, k: sf.mean(b @ p["w"]), accumulate=4)
-    with pytest.raises(sf.DataError, match="accumulate=4: expected a divisor of the batch size 2"):
+    grad_fn = sf.sharding.reduce_once(a_plan())(lambda p, b, k: sf.mean(b @ p["w"]), accumulate=4)
+    with pytest.raises(
+        sf.errors.DataError, match="accumulate=4: expected a divisor of the batch size 2"
+    ):
         jax.jit(grad_fn)({"w": jnp.ones((8, 8))}, jnp.ones((8, 8)), key, ())
 
 
@@ -355,11 +367,13 @@ def test_what_is_no_plan_of_a_state_is_refused(plan, name):
     message = (
         "reduce_once: expected the plan of a TrainState, as sf.make_sharding makes it, got " + name
     )
-    with pytest.raises(sf.ShardingError, match=message):
-        sf.reduce_once(plan)
+    with pytest.raises(sf.errors.ShardingError, match=message):
+        sf.sharding.reduce_once(plan)
 
 
 @pytest.mark.parametrize(("axes", "got"), [("rows", r"\('rows',\)"), (("dp", "zz"), "'zz'")])
 def test_axes_that_the_mesh_lacks_are_refused(axes, got):
-    with pytest.raises(sf.ShardingError, match=f"axes: expected axes of the mesh .* got .*{got}"):
-        sf.reduce_once(a_plan(), axes=axes)
+    with pytest.raises(
+        sf.errors.ShardingError, match=f"axes: expected axes of the mesh .* got .*{got}"
+    ):
+        sf.sharding.reduce_once(a_plan(), axes=axes)

@@ -19,16 +19,16 @@ EXAMPLES = r'expected a TPU slice such as "v5e:4x4", "v6e:2x4", .*, got '
     "name", ["h100:8", "v5e", "v5e:", "v5e:4x", "4x4", "v5litepod-16", 3, None]
 )
 def test_other_names_are_refused_with_examples(name):
-    with pytest.raises(sf.ConfigError, match=f"^topology: {EXAMPLES}{name!r}$"):
-        sf.devices_of(name)
+    with pytest.raises(sf.errors.ConfigError, match=f"^topology: {EXAMPLES}{name!r}$"):
+        sf.sharding.devices_of(name)
 
 
 @pytest.mark.skipif(HAS_LIBTPU, reason="libtpu is installed")
 def test_without_libtpu_the_extra_is_named():
     words = r'^topology: expected libtpu, got none; pip install "stepfold\[tpu\]"$'
     before = dict(os.environ)
-    with pytest.raises(sf.ConfigError, match=words):
-        sf.devices_of("v5e:4x4")
+    with pytest.raises(sf.errors.ConfigError, match=words):
+        sf.sharding.devices_of("v5e:4x4")
     assert dict(os.environ) == before
 
 
@@ -58,32 +58,32 @@ class TestTopologies:
         ],
     )
     def test_a_mesh_of_a_slice(self, name, kind, count):
-        devices = sf.devices_of(name)
+        devices = sf.sharding.devices_of(name)
         assert {device.device_kind for device in devices} == {kind}
         assert sf.make_mesh(devices=devices).shape["fsdp"] == len(devices) == count
 
     @pytest.mark.parametrize("name", ["v9:2x2", "v5e:3x5", "v5p:16"])
     def test_a_slice_that_libtpu_does_not_know(self, name):
         words = f"^topology: {EXAMPLES}{name!r}; libtpu reports: INVALID_ARGUMENT: "
-        with pytest.raises(sf.ConfigError, match=words):
-            sf.devices_of(name)
+        with pytest.raises(sf.errors.ConfigError, match=words):
+            sf.sharding.devices_of(name)
 
     def test_arrays_cannot_be_put_there(self):
-        mesh = sf.make_mesh(devices=sf.devices_of("v5e:2x2"))
-        words = "^devices: expected devices that are here, got those of sf.devices_of"
-        with pytest.raises(sf.ShardingError, match=words):
+        mesh = sf.make_mesh(devices=sf.sharding.devices_of("v5e:2x2"))
+        words = "^devices: expected devices that are here, got those of sf.sharding.devices_of"
+        with pytest.raises(sf.errors.ShardingError, match=words):
             sf.shard_batch(np.ones((8, 3)), mesh)
         params = {"w": np.ones((64, 64))}
-        with pytest.raises(sf.ShardingError, match=words):
-            sf.place(params, sf.make_sharding(params, mesh))
+        with pytest.raises(sf.errors.ShardingError, match=words):
+            sf.sharding.place(params, sf.make_sharding(params, mesh))
 
     def test_an_abstract_batch_has_the_rows_of_all_hosts(self):
-        mesh = sf.make_mesh(devices=sf.devices_of("v5e:4x4"))
+        mesh = sf.make_mesh(devices=sf.sharding.devices_of("v5e:4x4"))
         assert len({device.process_index for device in mesh.devices.flat}) == 4
         batch = sf.shard_batch(jax.ShapeDtypeStruct((32, 3), np.float32), mesh)
         assert batch.shape == (32, 3)
         assert batch.sharding.shard_shape(batch.shape) == (2, 3)
-        with pytest.raises(sf.ShardingError, match="expected a multiple of 16 rows"):
+        with pytest.raises(sf.errors.ShardingError, match="expected a multiple of 16 rows"):
             sf.shard_batch(jax.ShapeDtypeStruct((24, 3), np.float32), mesh)
 
     def test_two_processes_at_once_and_the_environment_stays(self):
@@ -92,7 +92,7 @@ import os
 import jax
 import stepfold as sf
 before = dict(os.environ)
-print(len(sf.devices_of("v5e:2x2")), dict(os.environ) == before, flush=True)
+print(len(sf.sharding.devices_of("v5e:2x2")), dict(os.environ) == before, flush=True)
 input()
 """
         start = lambda: subprocess.Popen(
@@ -109,7 +109,7 @@ input()
             assert (process.returncode, errors) == (0, "")
 
     def test_a_users_setting_is_respected(self):
-        code = "import stepfold as sf; print(len(sf.devices_of('v5e:2x2'))); input()"
+        code = "import stepfold as sf; print(len(sf.sharding.devices_of('v5e:2x2'))); input()"
         own = os.environ | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "0"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen([sys.executable, "-c", code], env=own, **pipes) as first:

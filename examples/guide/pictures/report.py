@@ -60,7 +60,7 @@ def train(hooks=()):
             sf.make_eval_step(loss_fn), lambda: sf.batches(test, 99, epochs=1), every=250
         ),
         checkpoints=sf.Checkpoints(every=500, keep=2, best="eval/accuracy"),
-        hooks=[sf.throughput(), *hooks],
+        hooks=[sf.hooks.throughput(), *hooks],
     )
 
 

@@ -128,8 +128,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         threading.Thread(target=watch_device, daemon=True).start()
         threading.Thread(target=watch_saves, args=(Path(folder),), daemon=True).start()
-        save = sf.Series.save
-        sf.Series.save = recorded("host: save", save, lambda *_, step, **__: step)
+        save = sf.checkpoint.Series.save
+        sf.checkpoint.Series.save = recorded("host: save", save, lambda *_, step, **__: step)
         sf.fit(
             step,
             sf.init_state(init, tx, jax.random.key(0)),

@@ -404,7 +404,7 @@ _ELSEWHERE = {
     "model": "it is an argument of the Trainer",
     "fp16": "write mixed_precision='fp16'",
     "bf16": "write mixed_precision='bf16'",
-    "auto_find_batch_size": "sf.choose finds what fits; then write total_batch_size",
+    "auto_find_batch_size": "sf.inspect.choose finds what fits; then write total_batch_size",
     "deepspeed": "sharding_array shards the state: (1, -1, 1, 1)",
     "fsdp": "sharding_array shards the state: (1, -1, 1, 1)",
     "disable_tqdm": "write progress_bar_type='none'",

@@ -32,18 +32,18 @@ from stepfold.adapter.optimizers import (
 from stepfold.adapter.sizes import Plan, check_within
 from stepfold.adapter.validation import check_functions
 from stepfold.checkpoint.policy import Checkpoints
+from stepfold.cluster.distributed import Distributed, start_distributed
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.precision import Precision, dynamic_loss_scale
 from stepfold.core.validation import absolute_path, refuse_unknown, takes_any_keyword
 from stepfold.errors import DataError, refuse
-from stepfold.loop.writers.base import Writer, console_writer
-from stepfold.loop.writers.combinators import async_writer, multi_writer
-from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer
-from stepfold.loop.writers.tensorboard import tensorboard_writer
-from stepfold.loop.writers.wandb import wandb_writer
 from stepfold.sharding import mesh as meshes
-from stepfold.sharding.distributed import Distributed, start_distributed
 from stepfold.sharding.plan import Rules, fsdp
+from stepfold.writers.base import Writer, console_writer
+from stepfold.writers.combinators import async_writer, multi_writer
+from stepfold.writers.jsonl import csv_writer, jsonl_writer
+from stepfold.writers.tensorboard import tensorboard_writer
+from stepfold.writers.wandb import wandb_writer
 
 # How long a run is, where it writes, and what it shows.
 _CHANGED_BY_A_RESUME = frozenset({

@@ -42,7 +42,7 @@ from stepfold.data.prefetch import prefetch
 from stepfold.errors import refuse
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.metrics import metric_values
-from stepfold.loop.run_directory import RunDirectory
+from stepfold.runs.directory import RunDirectory
 from stepfold.tree import describe_value
 
 

@@ -41,11 +41,11 @@ from stepfold.core.metric_modes import known_mode
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.validation import absolute_path, is_url, read_choice, read_function, suggest
 from stepfold.errors import refuse
-from stepfold.loop.hooks.base import AnyHook
-from stepfold.loop.hooks.progress import progress
-from stepfold.loop.run_info import move_previous_run
-from stepfold.loop.writers.combinators import log_to
+from stepfold.hooks.progress import progress
+from stepfold.loop.hook import AnyHook
+from stepfold.runs.info import move_previous_run
 from stepfold.tree import describe_value
+from stepfold.writers.combinators import log_to
 
 _METRICS = Rule("a list of names", lambda v: isinstance(v, list | tuple), tuple)
 _DEVICE = Rule(

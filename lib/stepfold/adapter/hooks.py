@@ -15,11 +15,11 @@ from stepfold.adapter.validation import check_list
 from stepfold.core.validation import read_integer
 from stepfold.data.epochs import EpochEnds
 from stepfold.errors import OutOfMemoryError, refuse
+from stepfold.hooks.progress import progress
+from stepfold.hooks.wrappers import add_sums, means_of, weighted_sum
 from stepfold.inspect.memory import is_exhausted
-from stepfold.loop.hooks.base import AnyHook, BaseHook, Hook, call_optional
-from stepfold.loop.hooks.events import Event, Returned, Stop
-from stepfold.loop.hooks.progress import progress
-from stepfold.loop.hooks.wrappers import add_sums, means_of, weighted_sum
+from stepfold.loop.events import Event, Returned, Stop
+from stepfold.loop.hook import AnyHook, BaseHook, Hook, call_optional
 from stepfold.tree import describe_value
 
 

@@ -17,8 +17,8 @@ from stepfold import tree
 from stepfold.core.optimizer import as_optimizer, find_nodes
 from stepfold.core.validation import read_integer, read_positive, suggest
 from stepfold.errors import refuse
-from stepfold.loop.hooks.base import AnyHook
-from stepfold.loop.hooks.events import Event, Replace
+from stepfold.loop.events import Event, Replace
+from stepfold.loop.hook import AnyHook
 
 # Schedules: functions of the peak, the end value, and the number of steps between them.
 

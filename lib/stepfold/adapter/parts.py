@@ -17,9 +17,9 @@ from stepfold.adapter.steps import Step, as_eval_step, as_train_step
 from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.state import TrainState
+from stepfold.hooks.performance import memory_use
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.hooks.base import AnyHook
-from stepfold.loop.hooks.performance import memory_use
+from stepfold.loop.hook import AnyHook
 from stepfold.sharding.plan import make_sharding
 
 

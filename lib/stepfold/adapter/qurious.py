@@ -48,10 +48,10 @@ from stepfold.core.validation import (
     takes,
 )
 from stepfold.errors import DataError, TreeMismatchError, refuse, warn
-from stepfold.loop.data import check_batches
+from stepfold.hooks.stop import stop_early
 from stepfold.loop.evaluate import evaluate
-from stepfold.loop.hooks.base import AnyHook
-from stepfold.loop.hooks.stop import stop_early
+from stepfold.loop.feed import check_batches
+from stepfold.loop.hook import AnyHook
 from stepfold.loop.metrics import merge_metrics, metric_values
 
 

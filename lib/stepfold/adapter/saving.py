@@ -23,7 +23,7 @@ from stepfold.checkpoint.store import open_store
 from stepfold.core.validation import absolute_path
 from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError, refuse
 from stepfold.inspect.report import parameter_table
-from stepfold.loop.run_info import versions
+from stepfold.runs.info import versions
 from stepfold.tree import describe_value
 
 

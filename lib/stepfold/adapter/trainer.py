@@ -38,16 +38,16 @@ from stepfold.checkpoint.store import open_store
 from stepfold.core.state import is_available
 from stepfold.core.validation import absolute_path, read_function, read_instance, refuse_unknown
 from stepfold.errors import ConfigError, refuse
+from stepfold.hooks.weights import weight_statistics
 from stepfold.inspect.flops import count, estimate
 from stepfold.loop.evaluate import Evaluation, evaluate
-from stepfold.loop.fit import FitResult, fit
-from stepfold.loop.hooks.base import AnyHook, Hook, Sink, call_optional
-from stepfold.loop.hooks.events import Event
-from stepfold.loop.hooks.weights import weight_statistics
+from stepfold.loop.events import Event
+from stepfold.loop.hook import AnyHook, Hook, Sink, call_optional
 from stepfold.loop.metrics import metric_values
-from stepfold.loop.predict import predict
-from stepfold.loop.run_directory import RunDirectory
-from stepfold.loop.run_info import move_previous_run
+from stepfold.runs.directory import RunDirectory
+from stepfold.runs.fit import FitResult, fit
+from stepfold.runs.info import move_previous_run
+from stepfold.runs.predict import predict
 
 # Arguments of other trainers, and what to write here.
 _ELSEWHERE = {

@@ -30,7 +30,8 @@ def check_combinations(a: Any) -> None:
     if not a.save_optimizer_state:
         raise ConfigError(
             "save_optimizer_state=False: a checkpoint holds the whole state, which a resume needs; "
-            "leave it out, and write parameters alone with save_pretrained or sf.export_params"
+            "leave it out, and write parameters alone with save_pretrained or "
+            "sf.checkpoint.export_params"
         )
     if a.remove_ckpt_after_load:
         raise ConfigError(

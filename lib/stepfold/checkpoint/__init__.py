@@ -1,1 +1,46 @@
-"""Checkpoints that are verified when read, and parameter exchange as safetensors."""
+"""Checkpoints that are verified when read, and parameters as safetensors."""
+
+from typing import TYPE_CHECKING
+
+from stepfold.lazy import attach
+
+if TYPE_CHECKING:
+    from stepfold.checkpoint.average import average_checkpoints
+    from stepfold.checkpoint.names import NameMap, NameRule
+    from stepfold.checkpoint.policy import Checkpoints, save
+    from stepfold.checkpoint.restore import Restored, restore
+    from stepfold.checkpoint.safetensors import export_params, load_params
+    from stepfold.checkpoint.series import Series
+    from stepfold.checkpoint.temporary import Temporary
+    from stepfold.checkpoint.verify import Contents, contents, latest_step, verify
+
+__all__ = [
+    "Checkpoints",
+    "Contents",
+    "NameMap",
+    "NameRule",
+    "Restored",
+    "Series",
+    "Temporary",
+    "average_checkpoints",
+    "contents",
+    "export_params",
+    "latest_step",
+    "load_params",
+    "restore",
+    "save",
+    "verify",
+]
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "checkpoint.average": "average_checkpoints",
+        "checkpoint.names": "NameMap NameRule",
+        "checkpoint.policy": "Checkpoints save",
+        "checkpoint.restore": "Restored restore",
+        "checkpoint.safetensors": "export_params load_params",
+        "checkpoint.series": "Series",
+        "checkpoint.temporary": "Temporary",
+        "checkpoint.verify": "Contents contents latest_step verify",
+    },
+)

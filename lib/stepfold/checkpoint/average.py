@@ -54,7 +54,7 @@ def average_checkpoints(
     >>> folder = tempfile.mkdtemp()
     >>> for step in (1, 2, 3):
     ...     sf.save(folder, {"params": {"w": jnp.full(2, float(step))}}, step=step)
-    >>> sf.average_checkpoints(folder, [1, 3], {"w": jnp.zeros(2)})
+    >>> sf.checkpoint.average_checkpoints(folder, [1, 3], {"w": jnp.zeros(2)})
     {'w': Array([2., 2.], dtype=float32)}
     """
     if isinstance(steps, str | bytes | Mapping) or not isinstance(steps, Sequence | np.ndarray):

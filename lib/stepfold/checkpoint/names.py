@@ -42,7 +42,7 @@ class NameRule(NamedTuple):
       stack: the first axis of our leaf along which arrays are stacked.
 
     >>> import stepfold as sf
-    >>> sf.NameRule("layers/up", "h.{layer}.mlp.weight", transpose=(1, 0)).theirs
+    >>> sf.checkpoint.NameRule("layers/up", "h.{layer}.mlp.weight", transpose=(1, 0)).theirs
     'h.{layer}.mlp.weight'
     """
 
@@ -72,15 +72,15 @@ class NameMap:
       ConfigError: if a rule is invalid.
 
     >>> import jax, jax.numpy as jnp, os, safetensors.numpy, stepfold as sf, tempfile
-    >>> names = sf.NameMap([
+    >>> names = sf.checkpoint.NameMap([
     ...     ("embed", "wte.weight"),
-    ...     sf.NameRule("layers/up", "h.{layer}.up.weight", transpose=(1, 0)),
-    ...     sf.NameRule(("layers/query", "layers/key"), "h.{layer}.attn.weight", axis=1),
+    ...     sf.checkpoint.NameRule("layers/up", "h.{layer}.up.weight", transpose=(1, 0)),
+    ...     sf.checkpoint.NameRule(("layers/query", "layers/key"), "h.{layer}.attn.weight", axis=1),
     ... ])
     >>> layers = {"query": jnp.ones((2, 4, 4)), "key": jnp.ones((2, 4, 2))}
     >>> params = {"embed": jnp.ones((5, 4)), "layers": layers | {"up": jnp.ones((2, 4, 8))}}
     >>> file = os.path.join(tempfile.mkdtemp(), "model.safetensors")
-    >>> sf.export_params(file, params, names=names)
+    >>> sf.checkpoint.export_params(file, params, names=names)
     >>> for name, array in sorted(safetensors.numpy.load_file(file).items()):
     ...     print(name, array.shape)
     h.0.attn.weight (4, 6)
@@ -88,7 +88,7 @@ class NameMap:
     h.1.attn.weight (4, 6)
     h.1.up.weight (8, 4)
     wte.weight (5, 4)
-    >>> loaded = sf.load_params(file, params, names=names)
+    >>> loaded = sf.checkpoint.load_params(file, params, names=names)
     >>> bool(jax.tree.all(jax.tree.map(jnp.array_equal, loaded, params)))
     True
     """

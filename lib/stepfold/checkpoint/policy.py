@@ -112,7 +112,7 @@ class Checkpoints(StepReader):
     ...     for step in range(1, 51):
     ...         if series.due(step):
     ...             series.save({"w": jnp.ones(2)}, step=step, metrics={"eval/loss": 1 / step})
-    >>> sf.verify(folder)
+    >>> sf.checkpoint.verify(folder)
     {40: [], 50: []}
     """
 

@@ -105,7 +105,8 @@ def export_params(
     >>> params = {"kernel": jnp.arange(6.0).reshape(3, 2), "bias": jnp.zeros(2)}
     >>> as_torch = params | {"kernel": params["kernel"].T}
     >>> file = os.path.join(tempfile.mkdtemp(), "linear.safetensors")
-    >>> sf.export_params(file, as_torch, names=lambda path: path.replace("kernel", "weight"))
+    >>> names = lambda path: path.replace("kernel", "weight")
+    >>> sf.checkpoint.export_params(file, as_torch, names=names)
     >>> {name: array.shape for name, array in sorted(safetensors.numpy.load_file(file).items())}
     {'bias': (2,), 'weight': (2, 3)}
 
@@ -178,9 +179,9 @@ def load_params(
 
     >>> import jax, jax.numpy as jnp, stepfold as sf, tempfile
     >>> directory = tempfile.mkdtemp()
-    >>> sf.export_params(directory, {"w": jnp.arange(3.0), "b": jnp.ones(())})
+    >>> sf.checkpoint.export_params(directory, {"w": jnp.arange(3.0), "b": jnp.ones(())})
     >>> like = jax.eval_shape(lambda: {"w": jnp.zeros(3), "b": jnp.zeros(())})
-    >>> sf.load_params(directory, like)["w"]
+    >>> sf.checkpoint.load_params(directory, like)["w"]
     Array([0., 1., 2.], dtype=float32)
     """
     _import_safetensors()

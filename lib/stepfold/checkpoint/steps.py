@@ -20,12 +20,7 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 from stepfold.core.metric_modes import mode_of
-from stepfold.core.processes import (
-    KeyValues,
-    agreement,
-    broadcast_from_first,
-    spell_processes,
-)
+from stepfold.core.processes import KeyValues, agreement, broadcast_from_first, spell_processes
 from stepfold.core.validation import absolute_path, is_url
 from stepfold.errors import CheckpointError, refuse
 

@@ -72,7 +72,8 @@ class Temporary:
     ...     for step in range(1, 14):
     ...         if series.due(step):
     ...             series.save({"w": jnp.full(2, step)}, step=step)
-    >>> series.steps(), sf.latest_step(folder), series.restore({"w": jnp.zeros(2, int)}).step
+    >>> restored = series.restore({"w": jnp.zeros(2, int)})
+    >>> series.steps(), sf.checkpoint.latest_step(folder), restored.step
     ([10, 12], 10, 12)
     """
 

@@ -18,9 +18,9 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
-    >>> sf.latest_step(folder)
+    >>> sf.checkpoint.latest_step(folder)
     >>> sf.save(folder, {"w": jnp.ones(2)}, step=3)
-    >>> sf.latest_step(folder)
+    >>> sf.checkpoint.latest_step(folder)
     3
     """
     return newest_complete(open_to_read(directory))
@@ -55,7 +55,7 @@ class Contents(NamedTuple):
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
     >>> sf.save(folder, {"w": jnp.ones(2)}, step=3)
-    >>> sf.contents(folder).leaves["w"].shape
+    >>> sf.checkpoint.contents(folder).leaves["w"].shape
     (2,)
     """
 
@@ -81,7 +81,7 @@ def contents(directory: str | os.PathLike[str], *, step: Step = "latest") -> Con
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
     >>> sf.save(folder, {"w": jnp.ones(2)}, step=3, extra={"lr": 0.1})
-    >>> contents = sf.contents(folder)
+    >>> contents = sf.checkpoint.contents(folder)
     >>> contents.step, contents.extra
     (3, {'lr': 0.1})
     >>> {path: str(leaf) for path, leaf in contents.leaves.items()}
@@ -123,7 +123,7 @@ def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
     >>> sf.save(folder, {"w": jnp.ones(2)}, step=3)
-    >>> sf.verify(folder)
+    >>> sf.checkpoint.verify(folder)
     {3: []}
     """
     verified = problems_by_step(open_to_read(directory))

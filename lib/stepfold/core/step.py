@@ -10,13 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from stepfold import tree
-from stepfold.core.gradients import (
-    GradFn,
-    make_grad,
-    options_of,
-    read_gradients,
-    rematerialized,
-)
+from stepfold.core.gradients import GradFn, make_grad, options_of, read_gradients, rematerialized
 from stepfold.core.loss import (
     LossFn,
     Metrics,

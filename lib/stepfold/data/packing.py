@@ -288,7 +288,7 @@ def block_diagonal_mask(segment_ids: Any, *, causal: bool = False) -> Any:
 
     >>> import numpy as np
     >>> import stepfold as sf
-    >>> sf.block_diagonal_mask(np.array([1, 1, 2, 0]), causal=True).astype(int)
+    >>> sf.data.block_diagonal_mask(np.array([1, 1, 2, 0]), causal=True).astype(int)
     array([[1, 0, 0, 0],
            [1, 1, 0, 0],
            [0, 0, 1, 0],

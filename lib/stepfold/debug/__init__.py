@@ -1,6 +1,33 @@
-"""Find out what went wrong in a run: `diff` says where two runs part, and why."""
+"""Find out what went wrong: compare runs, replay the steps of a capsule, check a step."""
 
-from stepfold.debug.diff import diff
-from stepfold.debug.result import Cause, RunDiff
+from typing import TYPE_CHECKING
 
-__all__ = ["Cause", "RunDiff", "diff"]
+from stepfold.lazy import attach
+
+if TYPE_CHECKING:
+    from stepfold.debug.check import check_step
+    from stepfold.debug.diff import diff
+    from stepfold.debug.rerun import Replay, replay
+    from stepfold.debug.result import Cause, RunDiff
+    from stepfold.runs.capsule import Capsule, read_capsule
+
+__all__ = [
+    "Capsule",
+    "Cause",
+    "Replay",
+    "RunDiff",
+    "check_step",
+    "diff",
+    "read_capsule",
+    "replay",
+]
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "debug.check": "check_step",
+        "debug.diff": "diff",
+        "debug.rerun": "Replay replay",
+        "debug.result": "Cause RunDiff",
+        "runs.capsule": "Capsule read_capsule",
+    },
+)

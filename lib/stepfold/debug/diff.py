@@ -17,7 +17,7 @@ from stepfold.core.validation import read_positive
 from stepfold.debug.result import Cause, RunDiff
 from stepfold.debug.run_record import RunRecord
 from stepfold.errors import refuse
-from stepfold.loop.report.read import relative_difference, shared_rows
+from stepfold.runs.report.read import relative_difference, shared_rows
 
 if TYPE_CHECKING:
     from stepfold.core.step import StepFn

@@ -20,14 +20,14 @@ from stepfold.checkpoint.leaves import is_key
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.core.state import strengthen
 from stepfold.core.step import StepFn
+from stepfold.debug.origin import inner_program, line_of, run_operations
 from stepfold.debug.result import Cause, RunDiff
 from stepfold.debug.run_record import RunRecord
 from stepfold.errors import DataError, refuse
 from stepfold.internals.jax import without_dead_code
-from stepfold.loop.data import DataPosition, reread
-from stepfold.loop.replay.capsule import copy_arrays
-from stepfold.loop.replay.origin import inner_program, line_of, run_operations
+from stepfold.loop.feed import DataPosition, reread
 from stepfold.loop.step_runner import StepRunner
+from stepfold.runs.capsule import copy_arrays
 
 
 def replay_steps(

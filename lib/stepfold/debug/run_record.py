@@ -12,9 +12,9 @@ from typing import Any
 from stepfold.checkpoint.checksums import Checksums
 from stepfold.core.validation import absolute_path, is_url
 from stepfold.errors import StepfoldError, refuse
-from stepfold.loop.json_files import parse_json
-from stepfold.loop.report.read import Curve, read_curves
+from stepfold.json_files import parse_json
 from stepfold.object_storage import Bucket
+from stepfold.runs.report.read import Curve, read_curves
 
 _SECTIONS = ("config", "arguments", "versions", "devices", "mesh", "seed", "parameters")
 

@@ -3,7 +3,7 @@
 tx, batch = optax.adam(1e-3), jax.ShapeDtypeStruct((1024, 64), jnp.float32)
 state = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))
 
-def build(devices):  # as sf.choose takes it
+def build(devices):  # as sf.inspect.choose takes it
     plan = sf.make_sharding(state, sf.make_mesh(devices=devices))
     return sf.make_train_step(loss_fn, tx), plan
 """

@@ -67,12 +67,14 @@ def choose(
     >>> state = jax.eval_shape(lambda: sf.init_state(jnp.ones((64, 64)), tx, jax.random.key(0)))
     >>> make_step = functools.partial(sf.make_train_step, loss_fn, tx)
     >>> candidates = [{}, {"accumulate": 8}, {"accumulate": 8, "remat": True}]
-    >>> sf.choose(make_step, state, batch, candidates, limit=2**21).arguments
+    >>> sf.inspect.choose(make_step, state, batch, candidates, limit=2**21).arguments
     {'accumulate': 8}
     >>> def build(devices, **options):
     ...     plan = sf.make_sharding(state, sf.make_mesh(devices=devices))
     ...     return make_step(**options), plan
-    >>> choice = sf.choose(build, state, batch, candidates, devices=jax.devices(), limit=2**21)
+    >>> choice = sf.inspect.choose(
+    ...     build, state, batch, candidates, devices=jax.devices(), limit=2**21
+    ... )
     >>> step, plan = build(jax.devices(), **choice.arguments)  # for sf.fit
     """
     if not candidates or not all(isinstance(each, Mapping) for each in candidates):
@@ -136,7 +138,7 @@ def choose_remat(
     ...     def loss_fn(params, batch, key):
     ...         return sf.mean(jax.lax.scan(layer, batch, params)[0])
     ...     return sf.make_train_step(loss_fn, tx)
-    >>> choice = sf.choose_remat(make_step, state, batch, limit=8 * 2**20)
+    >>> choice = sf.inspect.choose_remat(make_step, state, batch, limit=8 * 2**20)
     >>> choice.arguments["remat"] is jax.checkpoint_policies.nothing_saveable
     True
     """

@@ -344,7 +344,7 @@ def _default_sharding(shardings: list[Any]) -> Sharding:
     """Choose the sharding of uncommitted leaves: replicated, if others are on a mesh."""
     meshes = {sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)}
     if len(meshes) > 1:
-        got, advice = f"{sorted(map(str, meshes))}", "move it with sf.place(state, plan)"
+        got, advice = f"{sorted(map(str, meshes))}", "move it with sf.sharding.place(state, plan)"
         refuse("state", "all of it on one mesh", got, advice, kind=ShardingError)
     if meshes:
         return NamedSharding(meshes.pop(), PartitionSpec())
@@ -357,7 +357,7 @@ def _check_devices(arrays: Any, root: str, default: Sharding, advice: str) -> No
     if elsewhere:
         raise ShardingError(
             f"{root}: expected all of it on the devices of {_spell(default)}, got elsewhere "
-            f"{_some(elsewhere)}; {advice}move the state with sf.place(state, plan)"
+            f"{_some(elsewhere)}; {advice}move the state with sf.sharding.place(state, plan)"
         )
 
 

@@ -15,8 +15,8 @@ _ADVICE = {  # of categories of one size, the first, since it is the easiest to 
     "output": "is the output: donate the state, so that the new one takes its place",
     "temporaries": "is temporaries: make_train_step(…, accumulate=n) divides them, remat=True "
     "keeps less for the backward pass, precision='bf16' halves them",
-    "state": "is the state: shard it over more devices (sf.make_sharding with sf.fsdp()), store "
-    "the moments in bfloat16 (sf.low_precision), or use an optimizer with less state",
+    "state": "is the state: shard it over more devices (sf.make_sharding with sf.sharding.fsdp()), "
+    "store the moments in bfloat16 (sf.optim.low_precision), or use an optimizer with less state",
     "batch": "is the batch: make it smaller, or shard it over more devices",
 }
 

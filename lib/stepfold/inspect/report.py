@@ -327,7 +327,7 @@ def parameter_table(params: Any, plan: Any = None, *, stats: bool = False) -> st
       stats: whether to add mean and standard deviation. The arrays must not be abstract.
 
     >>> import jax.numpy as jnp, stepfold as sf
-    >>> print(sf.parameter_table({"layers": [{"w": jnp.ones((2, 3))}]}))
+    >>> print(sf.inspect.parameter_table({"layers": [{"w": jnp.ones((2, 3))}]}))
     +------------+--------+---------+------+
     | Name       | Shape  | Dtype   | Size |
     +------------+--------+---------+------+

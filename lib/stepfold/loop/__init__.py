@@ -1,1 +1,35 @@
-"""Training: the loop, metrics, hooks, writers, the report and replay."""
+"""The kernel: a fold of a step over batches, with hooks, sinks, evaluations and saves."""
+
+from typing import TYPE_CHECKING
+
+from stepfold.lazy import attach
+
+if TYPE_CHECKING:
+    from stepfold.loop.evaluate import Evaluation, evaluate
+    from stepfold.loop.events import Event, GoBack, Nonfinite, Replace, Reweight, Stop
+    from stepfold.loop.fold import iterate
+    from stepfold.loop.hook import BaseHook, Hook, Sink
+
+__all__ = [
+    "BaseHook",
+    "Evaluation",
+    "Event",
+    "GoBack",
+    "Hook",
+    "Nonfinite",
+    "Replace",
+    "Reweight",
+    "Sink",
+    "Stop",
+    "evaluate",
+    "iterate",
+]
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "loop.evaluate": "Evaluation evaluate",
+        "loop.events": "Event GoBack Nonfinite Replace Reweight Stop",
+        "loop.fold": "iterate",
+        "loop.hook": "BaseHook Hook Sink",
+    },
+)

@@ -1,63 +1,9 @@
-"""`python -m stepfold.loop report RUN_DIR [RUN_DIR…]`: write the page of a run, or compare runs."""
+"""`python -m stepfold.loop report`, the command of version 0.2; now `python -m stepfold report`."""
 
-import argparse
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
-from stepfold.core.validation import absolute_path
-from stepfold.errors import ConfigError, DataError, refuse
-from stepfold.loop.report.read import read_run
-from stepfold.loop.report.render import render
-from stepfold.loop.writers.base import replace_file
-from stepfold.loop.writers.jsonl import write_csv
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command line; return 1 if a file is damaged, 2 if an argument is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m stepfold.loop", description="Look at runs of fit."
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    text = "write report.html and metrics.csv of a run, or one page that compares several runs"
-    report = verbs.add_parser("report", help=text, description=text)
-    report.add_argument("runs", nargs="+", metavar="RUN_DIR", help="a run_dir of fit")
-    report.add_argument(
-        "--out",
-        metavar="FILE",
-        help="the page to write, and nothing else (default: report.html in the directory of the "
-        "run or, for several runs, in the parent directory of the first)",
-    )
-    options = parser.parse_args(arguments)
-    try:
-        print(_report(options.runs, options.out))  # noqa: T201  this is a command
-    except (ConfigError, DataError, OSError) as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return 1 if isinstance(error, DataError) else 2
-    return 0
-
-
-def _report(runs: Sequence[str], out: str | None) -> Path:
-    directories = list(dict.fromkeys(map(_run_directory, runs)))
-    is_single = len(directories) == 1
-    default = (directories[0] if is_single else directories[0].parent) / "report.html"
-    path = default if out is None else absolute_path("--out", out)
-    if path.is_dir() or not path.parent.is_dir():
-        refuse("--out", "a file in an existing directory", f"{out or path}")
-    page = render([read_run(directory) for directory in directories], path=path)
-    replace_file(path, page.encode(errors="replace"))
-    if out is None and is_single:
-        write_csv(directories[0] / "metrics.jsonl", directories[0] / "metrics.csv")
-    return path
-
-
-def _run_directory(name: str) -> Path:
-    path = absolute_path("RUN_DIR", name).resolve()
-    if not path.is_dir():
-        kind = "a file" if path.exists() else "a path that does not exist"
-        refuse(name, "the directory of a run", f"{kind}", "check the path")
-    return path
-
+from stepfold.__main__ import main
 
 if __name__ == "__main__":
+    print("python -m stepfold.loop report is now python -m stepfold report", file=sys.stderr)  # noqa: T201
     sys.exit(main(sys.argv[1:]))

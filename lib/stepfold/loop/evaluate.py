@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
-from stepfold.core.ema import get_ema
 from stepfold.core.processes import KeyValues, Position, spell_processes
 from stepfold.core.state import TrainState, check_not_donated
 from stepfold.core.transfers import allow_transfers
@@ -26,8 +25,9 @@ from stepfold.core.validation import (
 )
 from stepfold.errors import DataError, refuse
 from stepfold.inspect.compiled import CompiledStep
-from stepfold.loop.data import WHOLE_DATA, BatchFeed, check_batches, owned
+from stepfold.loop.feed import WHOLE_DATA, BatchFeed, check_batches, owned
 from stepfold.loop.metrics import are_metrics, merge_metrics, metric_values
+from stepfold.optim.ema import get_ema
 from stepfold.sharding.place import place_batch, process_mesh
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ A run is folded by *stretches* of steps, with *visits* between them:
     visit     what is due: log, evaluate, end the epoch, call parts of the user, save
     end       the same once more, in the order of an end
 
-`stepfold.loop.plan` says when something is due, and `Inbox` what comes from outside. A second visit
-at a step does only what the first one has left out. A fold begins with one, which finishes what an
-exception has interrupted.
+`stepfold.loop.schedule` says when something is due, and `Inbox` what comes from outside. A second
+visit at a step does only what the first one has left out. A fold begins with one, which finishes
+what an exception has interrupted.
 """
 
 import math
@@ -22,16 +22,16 @@ import jax
 from stepfold.core.processes import KeyValues, Position, agreement, broadcast_from_first
 from stepfold.data.epochs import size_at
 from stepfold.errors import DataError, refuse, warn
-from stepfold.loop.data import BatchFeed, batch_sizes
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.hooks.base import Hooks, States
-from stepfold.loop.hooks.events import Event, EventMetrics, HookRequest, Replace, Reweight, Stop
+from stepfold.loop.events import Event, EventMetrics, HookRequest, Replace, Reweight, Stop
+from stepfold.loop.feed import BatchFeed, batch_sizes
+from stepfold.loop.hook import Hooks, States
 from stepfold.loop.inbox import NO_VALUE, Inbox, WaitInterrupted
 from stepfold.loop.intervals import Steps
 from stepfold.loop.metrics import Interval
-from stepfold.loop.plan import Plan
 from stepfold.loop.run import Kind, Request, Run, make_hook_request
 from stepfold.loop.saves import Saves
+from stepfold.loop.schedule import Plan
 from stepfold.loop.step_runner import StepRunner
 
 _TOO_OFTEN = 1_000  # times that a part is done after one step
@@ -109,7 +109,7 @@ class Part(Protocol):
 
 
 class Late(Protocol):
-    """Evaluations that another process makes; `stepfold.loop.elsewhere` has them."""
+    """Evaluations that another process makes; `stepfold.runs.elsewhere` has them."""
 
     def next(self, run: Run) -> float: ...
     def is_due(self, run: Run) -> bool: ...

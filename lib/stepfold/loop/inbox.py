@@ -1,7 +1,7 @@
 """What comes to a run from outside: signals, the clock, a lost lock, another process.
 
 `Inbox` is that of a single process, which acts on each request at once. `Voting` in
-`stepfold.loop.voting` is that of several processes, which agree on them first.
+`stepfold.cluster.voting` is that of several processes, which agree on them first.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stepfold.core.processes import Position
-from stepfold.loop.data import BatchFeed
+from stepfold.loop.feed import BatchFeed
 from stepfold.loop.run import Kind, Request, Run
 
 NO_VALUE = object()  # in place of a value: none is left, or a signal interrupted the wait

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from stepfold import tree
 from stepfold.errors import refuse
-from stepfold.loop.data import DataPosition
-from stepfold.loop.hooks.events import GoBack, Stop
+from stepfold.loop.events import GoBack, Stop
+from stepfold.loop.feed import DataPosition
 from stepfold.loop.intervals import Steps, intervals_from_json, intervals_to_json
 from stepfold.loop.metrics import History
 

@@ -11,14 +11,13 @@ from stepfold.core.processes import broadcast_from_first
 from stepfold.core.state import has_nan, is_available
 from stepfold.errors import ConfigError, refuse, warn
 from stepfold.internals import texts
-from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.hooks.base import Hooks, find_save_interval
-from stepfold.loop.hooks.events import GoBack, Stop
+from stepfold.loop.events import GoBack, Stop
+from stepfold.loop.feed import BatchFeed
+from stepfold.loop.hook import Hooks, find_save_interval
 from stepfold.loop.inbox import Inbox
-from stepfold.loop.plan import Plan
-from stepfold.loop.rollback import Rollbacks
 from stepfold.loop.run import Kind, Request, Run
+from stepfold.loop.schedule import Plan
 from stepfold.loop.step_runner import StepRunner
 
 _SLOW_SAVES = 30.0  # seconds in saves, from which on a fifth of the time is worth a warning
@@ -45,7 +44,7 @@ class Saves:
     def __init__(
         self,
         series: Series | None,
-        rollbacks: Rollbacks | None,
+        find_target: Callable[[GoBack], int | Stop] | None,
         plan: Plan,
         feed: BatchFeed,
         hooks: Hooks,
@@ -54,7 +53,7 @@ class Saves:
         describe: Callable[[Run], dict[str, Any]],
         awaits: Callable[[Run], Sequence[str]],
     ) -> None:
-        self._series, self._rollbacks = series, rollbacks
+        self._series, self._find_target = series, find_target
         self._plan, self._feed, self._hooks = plan, feed, hooks
         self._inbox, self._evaluations = inbox, evaluations
         self._describe, self._awaits = describe, awaits
@@ -213,11 +212,11 @@ class Saves:
 
     def find_target(self, request: GoBack) -> int | Stop:
         """Return the step to go back to, or why to stop instead."""
-        if self._rollbacks is None:
+        if self._find_target is None:
             expected = "checkpoints=… for a hook that lets the run go back"
             advice = f"give sf.Checkpoints(every=…): {request.why}"
             refuse("hooks", expected, "none", advice)
-        return self._rollbacks.find_target(request)
+        return self._find_target(request)
 
     # Warnings
 
@@ -253,7 +252,7 @@ def rescue(
         error.add_note(
             f"jax_debug_nans ended the run after step {run.step}. It ignores a NaN that "
             "skip_nonfinite or a loss scale skips. Turn it off to let stop_on_nonfinite end "
-            "the run, with a capsule for sf.replay."
+            "the run, with a capsule for sf.debug.replay."
         )
     if run.state is None or not is_available(run.state):
         explanation = runner.explain(error)

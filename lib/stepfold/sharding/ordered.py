@@ -69,7 +69,7 @@ def ordered(
     >>> state = sf.init_state(params, tx, jax.random.key(0), sharding=plan)
     >>> def loss_fn(params, batch, key):
     ...     return sf.mean((batch @ params["w"]) ** 2)
-    >>> step = sf.make_train_step(loss_fn, tx, grad=sf.ordered(plan, blocks=8))
+    >>> step = sf.make_train_step(loss_fn, tx, grad=sf.sharding.ordered(plan, blocks=8))
     >>> state, metrics = jax.jit(step)(state, sf.shard_batch(jnp.ones((16, 64)), mesh))
     >>> float(metrics["loss"].compute())
     4096.0
@@ -81,13 +81,15 @@ def ordered(
     def grad(loss_fn: LossFn, *, accumulate: int = 1, stateful: bool = False) -> GradFn:
         if accumulate != 1:
             advice = "a device computes one block at a time, so use more blocks"
-            refuse("accumulate", "1 with sf.ordered", f"{accumulate}", advice)
+            refuse("accumulate", "1 with sf.sharding.ordered", f"{accumulate}", advice)
         sum_over_devices = _device_gradients(loss_fn, stateful, blocks, sizes, specs)
 
         def grad_fn(params: Any, batch: Any, key: Any, model_state: Any) -> Any:
             check_params(params)
             batch = jax.tree.map(jnp.asarray, batch)
-            check_rows(batch, blocks, f"the {blocks} blocks of sf.ordered", allow_scalars=True)
+            check_rows(
+                batch, blocks, f"the {blocks} blocks of sf.sharding.ordered", allow_scalars=True
+            )
             sharded = PartitionSpec(tuple(sizes))
             batch_specs = jax.tree.map(lambda x: sharded if x.ndim else _REPLICATED, batch)
             over_devices = jax.shard_map(
@@ -171,7 +173,7 @@ def ordered_norm(
     is summed as a whole on every device.
 
     >>> import jax.numpy as jnp, stepfold as sf
-    >>> float(sf.ordered_norm({"w": jnp.ones((8, 2))}, sf.make_mesh()))
+    >>> float(sf.optim.ordered_norm({"w": jnp.ones((8, 2))}, sf.make_mesh()))
     4.0
     """
     sizes = _axis_sizes(mesh, blocks, axes)
@@ -216,7 +218,7 @@ def clip_by_ordered_norm(
     """Make `optax.clip_by_global_norm` with `ordered_norm`.
 
     >>> import jax.numpy as jnp, optax, stepfold as sf
-    >>> tx = optax.chain(sf.clip_by_ordered_norm(1.0, sf.make_mesh()), optax.sgd(1.0))
+    >>> tx = optax.chain(sf.optim.clip_by_ordered_norm(1.0, sf.make_mesh()), optax.sgd(1.0))
     >>> updates, _ = tx.update(jnp.full(4, 2.0), tx.init(jnp.zeros(4)))
     >>> updates.tolist()
     [-0.5, -0.5, -0.5, -0.5]

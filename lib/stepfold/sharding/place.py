@@ -244,7 +244,7 @@ def place(state: Any, plan: Any) -> Any:
 
     >>> import jax, jax.numpy as jnp, stepfold as sf
     >>> params = {"w": jnp.ones((128, 64))}
-    >>> placed = sf.place(params, sf.make_sharding(params, sf.make_mesh()))
+    >>> placed = sf.sharding.place(params, sf.make_sharding(params, sf.make_mesh()))
     >>> len(placed["w"].sharding.device_set) == jax.device_count()
     True
     """

@@ -72,7 +72,7 @@ def fsdp(axis: str | tuple[str, ...] = "fsdp", *, min_size: int = 4096) -> Fsdp:
     >>> import jax, jax.numpy as jnp, stepfold as sf
     >>> mesh = sf.make_mesh((1, -1, 1, 1))
     >>> shapes = jax.eval_shape(lambda: {"w": jnp.ones((1024, 4096)), "b": jnp.ones(64)})
-    >>> plan = sf.make_sharding(shapes, mesh, sf.fsdp(min_size=1024))
+    >>> plan = sf.make_sharding(shapes, mesh, sf.sharding.fsdp(min_size=1024))
     >>> plan["b"].is_fully_replicated
     True
     """
@@ -199,8 +199,9 @@ def _check_leaves(named: list[tuple[str, Any]]) -> None:
 
 
 _UNBOX = (
-    "; these are the names of its nn.Partitioned, since no rule before sf.fsdp() matches this "
-    "path: give the mesh such axes, add a rule for the path, or unbox the parameters with nn.unbox"
+    "; these are the names of its nn.Partitioned, since no rule before sf.sharding.fsdp() "
+    "matches this path: give the mesh such axes, add a rule for the path, or unbox the parameters "
+    "with nn.unbox"
 )
 
 
@@ -251,7 +252,7 @@ def _rule_function(rule: Any, mesh: Mesh, paths: Sequence[str]) -> RuleFn:
     if not _is_pair(rule):
         if callable(rule):
             return rule  # type: ignore[no-any-return]
-        expected = "(regex, PartitionSpec), a function (path, leaf) -> spec, or sf.fsdp()"
+        expected = "(regex, PartitionSpec), a function (path, leaf) -> spec, or sf.sharding.fsdp()"
         refuse("rules", expected, describe_value(rule), kind=ShardingError)
     try:
         pattern = re.compile(rule[0])
@@ -374,7 +375,7 @@ def sharding_table(tree: Any, plan: Any = None) -> str:
     >>> import jax, jax.numpy as jnp, stepfold as sf
     >>> params = {"w": jnp.ones((64, 10)), "b": jnp.ones(10)}
     >>> plan = sf.make_sharding(params, sf.make_mesh())
-    >>> print(sf.sharding_table(params, plan))
+    >>> print(sf.sharding.sharding_table(params, plan))
     path   shape           spec        bytes per device
     -----  --------------  ----------  ----------------
     b      float32[10]     replicated              40 B

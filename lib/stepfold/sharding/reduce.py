@@ -44,7 +44,7 @@ def reduce_once(
     >>> state = sf.init_state(params, tx, jax.random.key(0), sharding=plan)
     >>> def loss_fn(params, batch, key):
     ...     return sf.mean((batch @ params["w"]) ** 2)
-    >>> step = sf.make_train_step(loss_fn, tx, accumulate=2, grad=sf.reduce_once(plan))
+    >>> step = sf.make_train_step(loss_fn, tx, accumulate=2, grad=sf.sharding.reduce_once(plan))
     >>> state, metrics = jax.jit(step)(state, sf.shard_batch(jnp.ones((16, 64)), mesh))
     >>> float(metrics["loss"].compute())
     4096.0

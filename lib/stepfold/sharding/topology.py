@@ -34,7 +34,7 @@ def devices_of(topology: str) -> list[jax.Device]:
       ConfigError: if libtpu is not installed, or does not know the topology.
 
     >>> import stepfold as sf
-    >>> sf.devices_of("h100:8")
+    >>> sf.sharding.devices_of("h100:8")
     Traceback (most recent call last):
     ...
     stepfold.errors.ConfigError: topology: expected a TPU slice such as "v5e:4x4", ..., got 'h100:8'
@@ -68,6 +68,7 @@ def check_here(devices: Iterable[Any]) -> None:
     """Refuse devices of `devices_of`."""
     if not can_run(devices):
         raise ShardingError(
-            "devices: expected devices that are here, got those of sf.devices_of, which hold no "
-            "arrays and run nothing; describe and compile steps for them, with abstract arrays"
+            "devices: expected devices that are here, got those of sf.sharding.devices_of, which "
+            "hold no arrays and run nothing; describe and compile steps for them, with abstract "
+            "arrays"
         )

@@ -1,0 +1,308 @@
+"""Several processes of a run, which agree on what to do between two steps.
+
+A single process (`loop/inbox.py`) acts on its requests at once. Several processes act on the same
+requests after the same steps, which they agree on by votes. Each votes with the signal
+that it received, the highest other request, and the number of its requests to save. Votes are
+gathered on devices between two steps, and no process waits for them: they are dispatched after one
+step, and read when the next ones are dispatched. jax's own `reached_preemption_sync_point` receives
+only SIGTERM, replaces its handler, and needs a setting before jax starts.
+"""
+
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from stepfold.core.processes import KeyValues, Position, spell_error, spell_processes
+from stepfold.errors import DataError, StepfoldError, refuse, warn
+from stepfold.loop.evaluate import Gather
+from stepfold.loop.events import GoBack, Stop
+from stepfold.loop.feed import BatchFeed
+from stepfold.loop.inbox import NO_VALUE, Inbox
+from stepfold.loop.run import Kind, Request, Requests, Run
+
+_VOTE_SECONDS = 0.25  # between votes
+_VISIT_VOTE_SECONDS = 0.02  # the same, after a visit of the parts
+_MAX_VOTE_STEPS = 256  # between votes, as steps may become slower
+# What hooks have seen: the fields of a run that events change, besides `closed`.
+_SEEN = (
+    *("epoch_ended_at", "logged_step", "logged_metrics", "evaluated", "history", "hook_states"),
+)
+
+
+class _Pace(NamedTuple):
+    """When this process voted last, and how often all vote."""
+
+    voted_at: int = 0  # the step
+    read_at: float | None = None
+    step_seconds: float = 0.0  # measured by this process
+    longest: float = 0.0  # of all processes, 0 if unknown
+    max_steps: float = 1  # between votes; grows until the pace is certain
+
+
+class Voting(Inbox):
+    """Several processes vote, and agree on the highest request of any of them."""
+
+    is_alone = False
+    position: Position
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = Position()
+        self._inbox = deque[Request]()  # of this process, for its next vote
+        self._own = Requests()
+        self._save_requests = 0
+        self._seen_saves: Any = 0  # of each process, in the last vote that was read
+        self._has_visited = False  # the parts, since the last vote
+        self._seen: Run | None = None  # by hooks, once one of them has raised an error
+        self._gather: Gather | None = None
+        self._votes: jax.Array | None = None  # dispatched, and not yet read
+        self._pace = _Pace()
+        # Vote on each pull if a process may have fewer batches.
+        self._votes_on_batches = False
+
+    def notify(self, request: Request) -> None:
+        self._inbox.append(request)
+
+    def join(self, feed: BatchFeed, run: Run) -> None:
+        self._votes, self._has_visited = None, False
+        self._pace = self._pace._replace(voted_at=run.step, read_at=None)
+        left, total = feed.batches_left(run.batches_used), run.total
+        if left is not None and total is not None:
+            left = min(left, max(0, total - run.step))
+        lengths = KeyValues("fit").gather([total, left], "the start of the run")
+        totals, counts = ([length[i] for length in lengths] for i in range(2))
+        self._votes_on_batches = None in counts
+        if len(set(totals)) > 1 or (None not in counts and len(set(counts)) > 1):
+            counts = totals if len(set(totals)) > 1 else [run.step + count for count in counts]
+            known = [count for count in counts if count is not None]
+            advice = f"give steps={min(known)}, or every process the same number of batches"
+            expected = "the same number of steps in every process"
+            refuse("batches", expected, f"{counts}", advice, kind=DataError)
+
+    def move(self, doing: str, step: int) -> None:
+        self.position.move(doing, step)
+
+    def pull(self, feed: BatchFeed, run: Run, step: int, state: Any, count: int) -> list[Any]:
+        self.move(Position.BATCH, step)
+        batches = self._pull(feed, run, step, state, count)
+        self.move("a step", step)
+        return batches
+
+    def _pull(self, feed: BatchFeed, run: Run, step: int, state: Any, count: int) -> list[Any]:
+        try:
+            batches = super().pull(feed, run, step, state, count)
+        except Exception as error:
+            if not self._votes_on_batches:  # the others may have dispatched this step already
+                raise
+            self._defer(run, error)
+            batches = []
+        if self._votes_on_batches:
+            return self._agree_on_batches(run, step, batches)
+        left = feed.batches_left(run.batches_used + step - run.step)
+        is_new = step == run.began and run.resumed is None
+        if not batches and left and not is_new:
+            more = "no end" if left == math.inf else f"{left} more"
+            expected = f"{more} after step {step}, by their own count"
+            advice = "give every process the same number"  # the others are in a step already
+            refuse("batches", expected, "the end", advice, kind=DataError)
+        return batches
+
+    def _agree_on_batches(self, run: Run, step: int, batches: list[Any]) -> list[Any]:
+        """Keep as many batches as all processes have, so that all stop at the same step."""
+        self.move(Position.OTHERS, step)
+        if step in (run.began, run.resumed):  # a process may be minutes late
+            KeyValues("fit").gather(None, "a first batch")
+        counts = self._settle(len(batches))
+        has_failed = any(request.kind is Kind.ERROR for request in self.agreed)
+        if min(counts) == 0 < max(counts) and not has_failed:
+            ended = [process for process, count in enumerate(counts) if not count]
+            warn(
+                f"batches: expected the same number in every process, got {step} in "
+                f"{spell_processes(ended)}, and more in the others, which stop there too; give "
+                "steps=…, or every process the same number",
+            )
+        return batches[: min(counts)]
+
+    def next_vote(self, step: int) -> float:  # noqa: ARG002
+        if self._votes_on_batches:
+            return math.inf
+        return self._pace.voted_at + max(1, math.ceil(self._steps_between_votes()))
+
+    def _steps_between_votes(self) -> float:
+        """Return how many steps after the last vote the next one is due."""
+        pace = self._pace
+        seconds = _VISIT_VOTE_SECONDS if self._has_visited else _VOTE_SECONDS
+        return min(seconds / pace.longest if pace.longest else 1, pace.max_steps)
+
+    def hear_after_visit(self, run: Run) -> Run:
+        self._has_visited = True  # in all processes, whether or not hooks saw an event
+        return self.hear(run)
+
+    def hear(self, run: Run) -> Run:
+        """Vote if a vote is due, and agree on what the previous votes asked for.
+
+        All processes vote after the same steps, because they derive them from the same votes and
+        visits.
+        """
+        steps = run.step - self._pace.voted_at
+        if not self._votes_on_batches and steps >= self._steps_between_votes():
+            self._vote(run.step, steps)
+        return super().hear(run)
+
+    def _vote(self, step: int, steps: int) -> None:
+        """Dispatch a vote, and read the previous one, of some steps before."""
+        pace = self._pace
+        previous, self._votes = self._votes, self._dispatch()
+        self._pace, self._has_visited = pace._replace(voted_at=step), False
+        if previous is None:
+            return
+        self._read(previous)
+        now = time.perf_counter()
+        if pace.read_at is not None:
+            self._pace = self._pace._replace(step_seconds=(now - pace.read_at) / steps)
+        most = min(2 * steps, _MAX_VOTE_STEPS)
+        self._pace = self._pace._replace(read_at=now, max_steps=most)
+
+    def wait_for(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        may_interrupt: bool = True,  # noqa: ARG002
+    ) -> Any:
+        try:
+            return function(*args)
+        except StopIteration:
+            return NO_VALUE
+
+    def ask(self, run: Run, *requests: Request) -> Run:
+        for request in requests:
+            self.notify(request)
+        return run
+
+    def hear_during_event(self, run: Run) -> Run:
+        return run
+
+    def withdraw(self, run: Run, *kinds: Kind, instead: Sequence[Request] = ()) -> Run:
+        # They follow from what hooks requested, and are forgotten with it.
+        own = [request._replace(by_hook=True) for request in instead]
+        self._own = self._own.without(*kinds).add(*own)
+        return super().withdraw(run, *kinds, instead=instead)
+
+    def call_hooks(self, run: Run, function: Callable[..., Any], *args: Any) -> Any:
+        if self._seen is None:
+            try:
+                return function(*args)
+            except Exception as error:  # noqa: BLE001  raised by `raise_error`
+                self._defer(run, error)
+        self._seen = self.as_seen(run)
+        return NO_VALUE
+
+    def _defer(self, run: Run, error: Exception) -> None:
+        """Take part in what the others do until they know of the error."""
+        if self.error is None:
+            self.error, self._seen = error, run
+            self.notify(Request(Kind.ERROR, 0, Stop("error", "user code raised an error")))
+
+    def as_seen(self, run: Run) -> Run:
+        if (seen := self._seen) is None:
+            return run
+        later = [each for each in run.closed if not any(each is one for one in seen.closed)]
+        kept = {name: getattr(seen, name) for name in _SEEN}
+        return run._replace(closed=(*seen.closed, *later), **kept)
+
+    def raise_error(self, run: Run) -> None:
+        """Raise it in all processes, which exchange it here, since it may have come last."""
+        errors = KeyValues("fit").gather(spell_error(self.error), "the end of the run")
+        self.leave_together = any(errors)
+        if self.error is not None:
+            raise self.error
+        for process, error in enumerate(errors):
+            if error:
+                got = f"{error}, in process {process}; all stopped at step {run.step}"
+                refuse("fit", "no error in any process", got, kind=StepfoldError)
+
+    def settle(self, run: Run) -> Run:
+        self._settle()
+        return super().hear(run)
+
+    def _settle(self, batches: int = 0) -> list[int]:
+        """Agree now, and return the number of batches that each process has."""
+        self._votes = None
+        votes = self._dispatch(batches)
+        self._read(votes)
+        counts: list[int] = np.asarray(votes.addressable_data(0))[:, 3].tolist()
+        return counts
+
+    def conclude(self, run: Run) -> Run:
+        self._read_inbox()
+        gathered = KeyValues("fit").gather([*self._own], "the end of its steps")
+        # Votes hold only the kinds of requests. These have the reasons too, and replace them.
+        run = run.without(*(Kind(kind) for requests in gathered for kind, *_ in requests))
+        own = [request.reason for request in self._own]
+        for process, requests in enumerate(gathered):
+            for kind, step, reason, by_hook in requests:
+                reason = _read_reason(Kind(kind), reason)
+                if isinstance(reason, Stop) and reason not in own:
+                    message = f"process {process} stopped: {reason.message}"
+                    reason = reason._replace(message=message)
+                run = run.ask(Request(Kind(kind), step, reason, by_hook))
+        return run
+
+    def forget(self) -> None:
+        self._read_inbox()
+        self._own = self._own.carried_over()
+
+    def _read_inbox(self) -> None:
+        while self._inbox:
+            request = self._inbox.popleft()
+            if request.kind is Kind.SAVE:
+                self._save_requests += 1
+            else:
+                self._own = self._own.add(request)
+
+    def _dispatch(self, batches: int = 0) -> jax.Array:
+        self._read_inbox()  # a signal that is received from now on is part of the next vote
+        microseconds = min(int(self._pace.step_seconds * 1e6), np.iinfo(np.int32).max)
+        own = self._own.get(Kind.SIGNAL)
+        others = [request.kind for request in self._own if request.kind is not Kind.SIGNAL]
+        number = 0 if own is None else own.reason
+        vote = [number, max(others, default=0), microseconds, batches, self._save_requests]
+        self._gather = self._gather or Gather()
+        return self._gather(np.array(vote, np.int32))
+
+    def _read(self, votes: jax.Array) -> None:
+        """Read votes, and agree on what they ask for."""
+        rows = np.asarray(votes.addressable_data(0))
+        self._pace = self._pace._replace(longest=rows[:, 2].max() / 1e6)
+        if np.any(rows[:, 4] != self._seen_saves):  # counts, so that a dropped vote loses nothing
+            self._seen_saves = rows[:, 4]
+            self.agreed.append(Request(Kind.SAVE))
+        if number := int(rows[:, 0].max()):
+            self.agreed.append(Request(Kind.SIGNAL, 0, signal.Signals(number)))
+        if kind := int(rows[:, 1].max()):
+            self.agreed.append(self._highest(Kind(kind), int(np.argmax(rows[:, 1]))))
+
+    def _highest(self, kind: Kind, process: int) -> Request:
+        """Return the highest kind of request; `conclude` collects the reasons."""
+        own = self._own.get(kind)
+        if kind is Kind.ERROR:
+            reason: Any = Stop("error", f"process {process} raised an error")
+        else:
+            reason = own.reason if own else Stop("hook", f"process {process} stopped")
+        return Request(kind, 0, reason, by_hook=own is None or own.by_hook)
+
+
+def _read_reason(kind: Kind, reason: Any) -> Any:
+    """Return the reason of a request, which has come as JSON."""
+    if kind is Kind.SIGNAL:
+        return signal.Signals(reason)
+    if kind is not Kind.GO_BACK:
+        return Stop(*reason)
+    to, skip, why, limit = reason
+    return GoBack(to, tuple(skip), why, limit)

@@ -1,1 +1,0 @@
-"""Rerun the step in which a metric became NaN or inf, and find the cause."""

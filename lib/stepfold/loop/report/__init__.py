@@ -1,1 +1,0 @@
-"""The report of a run: an HTML page drawn from its files."""

@@ -1,1 +1,0 @@
-"""Writers of metrics, with the method names of clu."""

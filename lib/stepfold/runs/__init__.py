@@ -1,0 +1,29 @@
+"""Runs: fit, the directory of a run with its report, evaluation by another process, predictions."""
+
+from typing import TYPE_CHECKING
+
+from stepfold.lazy import attach
+
+if TYPE_CHECKING:
+    from stepfold.runs.directory import RunDirectory
+    from stepfold.runs.evaluator import RunEvaluation, evaluate_run
+    from stepfold.runs.fit import FitResult, fit
+    from stepfold.runs.predict import predict
+
+__all__ = [
+    "FitResult",
+    "RunDirectory",
+    "RunEvaluation",
+    "evaluate_run",
+    "fit",
+    "predict",
+]
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "runs.directory": "RunDirectory",
+        "runs.evaluator": "RunEvaluation evaluate_run",
+        "runs.fit": "FitResult fit",
+        "runs.predict": "predict",
+    },
+)
