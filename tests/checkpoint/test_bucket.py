@@ -180,7 +180,7 @@ def test_of_two_writers_of_a_step_exactly_one_wins(folder):
     for thread in threads:
         thread.join()
     ((loser, error),) = ends.items()
-    assert "expected a new step, got 1, which is there already" in error
+    assert "step 1 already exists; delete it" in error
     check_same(sf.restore(file_url(folder), like()).state, state(3 - loser))
     assert open_store(file_url(folder)).other_names() == []  # the other's folder is gone
 

@@ -109,7 +109,7 @@ def test_a_save_renames_a_damaged_step_of_its_number(series):
     with pytest.warns(RuntimeWarning, match="step 3 is damaged, kept as 3.damaged, and saved ag"):
         sf.save(series, state(4), step=3)
     assert sf.restore(series, LIKE).state["w"][0] == 4
-    with pytest.raises(CheckpointError, match="expected a new step, got 2, which is there already"):
+    with pytest.raises(CheckpointError, match="step 2 already exists; delete it"):
         sf.save(series, state(4), step=2)
 
 

@@ -140,7 +140,7 @@ def test_the_next_is_taken_as_long_as_one_is_good(series, step, way, instead):
         assert found.damaged[bad][0].endswith("the values are not those that were saved")
         check_same(found.state, numbers(good))
     damage(series, way[-1], noise(way[-1]))
-    words = f"expected a good checkpoint, got none: .*step {way[-1]}: [iw].*: the values are not"
+    words = f"no checkpoint can be restored: .*step {way[-1]}: [iw].*: the values are not"
     with pytest.raises(CheckpointError, match=words):
         sf.restore(series, numbers(0), step=step)
 

@@ -281,7 +281,7 @@ def test_a_batch_that_could_not_be_placed_is_placed_again():
         with pytest.raises(MemoryError):
             next(stream)
     assert list(stream) == [20, 30]
-    with pytest.raises(sf.DataError, match="^sharding: StopIteration came up while a batch was p"):
+    with pytest.raises(sf.DataError, match="^sharding: StopIteration was raised while a batch"):
         next(sf.prefetch([1], sharding=lambda batch: next(iter(()))))
     with pytest.raises(sf.DataError, match="sharding: expected a batch, got None; return what"):
         next(sf.prefetch([1], sharding=lambda batch: None))

@@ -156,7 +156,7 @@ def test_nul_bytes_are_cut_from_the_rows_with_one_warning(tmp_path, name, lost):
     path.write_bytes(change(path.read_bytes()))
     result, (message,) = run_with_files(tmp_path, 8)
     assert (result.resumed, result.steps) == (4, 8)
-    assert f"{name}: expected lines of metrics, got NUL bytes, as a power loss leaves" in message
+    assert f"{name}: the file ended in NUL bytes, as after a power loss; they are" in message
     kept = left | ({4} if name == "metrics.jsonl" else set())  # the checkpoint has the last row
     assert steps_of(path) == [*sorted(kept), 6, 8]
 

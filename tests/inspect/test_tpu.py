@@ -182,7 +182,7 @@ def test_a_step_for_a_tpu_does_not_run_here():
     step = sf.make_train_step(lambda params, x, key: sf.mean((x @ params["w"]) ** 2), tx)
     step = sf.compile_step(step, state, batch, sharding=plan)
     for _ in range(2):
-        with pytest.raises(sf.ShardingError, match="expected devices that are here, got those of"):
+        with pytest.raises(sf.ShardingError, match="expected devices of this machine, got those"):
             step(state, batch)
     assert jax.eval_shape(step, state, batch)[0].params["w"].shape == (64, 64)
 

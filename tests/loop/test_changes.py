@@ -114,8 +114,8 @@ def count(event):
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
-        (stop(), stop("other"), "expected stop_early train/loss, whose state is in the checkpoint"),
-        (stop("mine"), [], "expected mine, whose state is in the checkpoint, got no such hook"),
+        (stop(), stop("other"), "the state of stop_early train/loss, but fit has no such hook"),
+        (stop("mine"), [], "the checkpoint has the state of mine, but fit has no such hook"),
         (stop(), sf.only_warn(stop()), "expected stop_early train/loss, whose state"),
         (stop(), stop(metric="eval/loss"), "expected stop_early train/loss, whose state"),
         (

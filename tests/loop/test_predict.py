@@ -657,7 +657,7 @@ def test_missing_files_are_refused(tmp_path):
     first, middle, last = (tmp_path / name for name in row_names(tmp_path))
     kept = middle.read_bytes()
     middle.unlink()
-    with pytest.raises(sf.CheckpointError, match=f"to have row 10 before {last.name}, got none"):
+    with pytest.raises(sf.CheckpointError, match=f"has no row 10 before {last.name}; delete"):
         sf.predict(step, PARAMS, batches(data(30)), to=tmp_path)
     middle.write_bytes(kept)
     last.unlink()
@@ -708,4 +708,4 @@ def test_two_calls_do_not_write_to_one_folder(tmp_path):
 
     sf.predict(nested, PARAMS, batches(data(4)), to=tmp_path)
     jax.effects_barrier()
-    assert "for this call alone, got another call that writes to it" in errors[0]
+    assert "to: another call of predict writes to" in errors[0]

@@ -166,9 +166,7 @@ def test_parameters_that_were_never_finite_are_saved(tmp_path):
 def test_an_evaluation_that_runs_out_is_not_passed_over():
     ended = iter(())
     own = sf.Evaluation(lambda state: {"loss": next(ended)}, every=2)
-    with pytest.raises(
-        sf.DataError, match="eval: expected numbers by name, got StopIteration; make"
-    ):
+    with pytest.raises(sf.DataError, match="eval: the evaluation raised StopIteration; make"):
         sf.fit(STEP, start(), batches(), steps=4, evaluation=own)
 
 

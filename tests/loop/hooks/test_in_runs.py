@@ -67,7 +67,7 @@ def test_a_checkpoint_has_the_states_by_name_without_memory(tmp_path):
     fit([note("a"), note("b", ("start",)), lambda event: None], tmp_path)
     seen = []
     look = Hook({"seen": None}, lambda s, event: (s, seen.append(s["seen"])), "b", ("start",))
-    with pytest.warns(UserWarning, match="expected a, whose state is in the checkpoint, got no su"):
+    with pytest.warns(UserWarning, match="has the state of a, but fit has no such hook"):
         fit([look, sf.progress("none")], tmp_path, steps=13)
     assert seen[0] == [2, 4, 6, 8, 10, 12]
     restored = sf.Series(sf.Checkpoints(tmp_path), tmp_path).restore(start())
