@@ -317,7 +317,7 @@ def test_contexts_entered_after_the_first_prefetched_batch():
         with (
             jax.default_device(jax.devices()[-1]),
             pytest.warns(
-                UserWarning, match="contexts .* got others: default_device was None and is"
+                UserWarning, match="contexts .* changed since: default_device was None and"
             ),
         ):
             next(stream)

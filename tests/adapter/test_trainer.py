@@ -43,7 +43,7 @@ def test_missing_parts_are_named():
         digits.trainer(given={"dataset_train": None}).train()
     with pytest.raises(sf.ConfigError, match="dataset_eval: expected data to evaluate on, got Non"):
         digits.trainer(given={"dataset_eval": None}).evaluate()
-    with pytest.raises(sf.ConfigError, match="best_state: expected metric_for_best_model and an"):
+    with pytest.raises(sf.ConfigError, match="best_state needs metric_for_best_model and output"):
         _ = digits.trainer().best_state
     on_train = {"early_stopping_patience": 1, "metric_for_best_model": "train.loss"}
     with pytest.raises(sf.ConfigError, match="early_stopping_patience with a metric of an evaluat"):

@@ -245,7 +245,9 @@ def test_a_step_that_goes_meanwhile_is_not_read(folder, monkeypatch):
     sf.save(url, state(1), step=1)
     monkeypatch.setattr(bucket.BucketStore, "steps", lambda store: [1, 2])
     assert sf.restore(url, like()).step == 1
-    with pytest.raises(sf.CheckpointError, match="got none: each was deleted before it was read"):
+    with pytest.raises(
+        sf.CheckpointError, match="no checkpoint can be restored: each was deleted before"
+    ):
         sf.restore(url, like(), step=2)
 
 
@@ -480,7 +482,7 @@ def test_lists_that_are_out_of_date_cost_no_step(server, tmp_path):
         sf.save(url, state(3), step=3)
         assert sf.latest_step(url) == 2
         check_same(sf.restore(url, like(), step=1).state, state(1))
-        with pytest.raises(sf.CheckpointError, match="got 3, which is there already"):
+        with pytest.raises(sf.CheckpointError, match="step 3 already exists; delete it"):
             sf.save(url, state(4), step=3)
         # Step 2 is still listed.
         store.delete(2)

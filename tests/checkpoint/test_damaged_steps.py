@@ -100,7 +100,10 @@ def test_if_all_are_damaged_none_is_renamed(series, tmp_path):
         path.unlink()
     with sf.Checkpoints(series) as opened:  # otherwise, the next run would start over
         for _ in range(2):
-            with pytest.raises(CheckpointError, match="got none: step 3: .*; step 2: .*; step 1: "):
+            with pytest.raises(
+                CheckpointError,
+                match="no checkpoint can be restored: step 3: .*; step 2: .*; step 1: ",
+            ):
                 opened.restore(LIKE)
     assert opened.steps() == [1, 2, 3]
 

@@ -148,7 +148,9 @@ def test_the_next_is_taken_as_long_as_one_is_good(series, step, way, instead):
 @pytest.mark.parametrize("options", [{"step": 4}, {"fall_back": False}])
 def test_a_damaged_step_that_was_asked_for_is_refused_and_left(series, options):
     damage(series, 4, noise(4))
-    with pytest.raises(CheckpointError, match=r"got none: step 4: w\[0:4096\]: the values are not"):
+    with pytest.raises(
+        CheckpointError, match=r"be restored: step 4: w\[0:4096\]: the values are not"
+    ):
         sf.restore(series, numbers(0), **options)
     assert names(series) == ["1", "2", "3", "4"]
 

@@ -307,7 +307,10 @@ def test_errors_and_deaths_are_raised_at_their_batch_and_warnings_are_shown():
             assert 'raise KeyError("ten")' in text
         expected = {
             7: (sf.DataError, "batch of step 7 raised .*OwnError: fourteen"),
-            9: (sf.DataError, "batch of step 9, got 3 that died .* the last by SIGSEGV"),
+            9: (
+                sf.DataError,
+                "3 processes died while they made the batch of step 9, .* by SIGSEGV",
+            ),
             11: (sf.DataError, "workers: the batch of step 11 uses jax, which"),
             13: (UserWarning, "twenty-six"),
             14: (SystemExit, "3"),

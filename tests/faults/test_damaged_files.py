@@ -353,7 +353,7 @@ def test_a_capsule_of_what_cannot_be_is_refused(capsule, changes):
     else:
         content |= changes
     path.write_bytes(encode_checked(content))
-    with pytest.raises(sf.CheckpointError, match=r"capsules/6: expected a capsule"):
+    with pytest.raises(sf.CheckpointError, match=r"capsules/6: the capsule is damaged: "):
         sf.read_capsule(capsule)
 
 
@@ -365,5 +365,5 @@ def test_a_batch_of_another_capsule_is_refused(capsule, tmp_path):
         (capsule / "capsule.json").write_bytes(
             encode_checked({**content, "batch": {"array": node}})
         )
-        with pytest.raises(sf.CheckpointError, match=r"capsules/6: expected a capsule"):
+        with pytest.raises(sf.CheckpointError, match=r"capsules/6: the capsule is damaged: "):
             sf.read_capsule(capsule)

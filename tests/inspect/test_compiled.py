@@ -631,7 +631,7 @@ def test_a_state_that_is_partly_elsewhere_is_refused_by_its_paths():
 
 def test_batch_on_other_devices_is_refused_with_advice_on_batches():
     state = jax.device_put(jnp.ones(8), FIRST)
-    words = r"^batch: expected .*, got elsewhere batch/x; place the batch with jax.device_put \("
+    words = r"^batch: expected .*, got batch/x elsewhere; place the batch with jax.device_put \("
     with pytest.raises(sf.ShardingError, match=words):
         abstract_arguments(state, {"x": jax.device_put(jnp.ones(8), THIRD)})
 

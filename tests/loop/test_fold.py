@@ -77,8 +77,14 @@ def test_a_run_is_folded_until_its_batches_end():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"next": lambda run: run.step}, "'every third': expected next.run. to be a step after 0"),
-        ({"is_due": lambda run: run.step > 0}, "'every third': expected is_due.run. to become Fa"),
+        (
+            {"next": lambda run: run.step},
+            "part 'every third': next.run.: expected a step after 0, got 0",
+        ),
+        (
+            {"is_due": lambda run: run.step > 0},
+            "part 'every third' is always due: is_due.run. was True",
+        ),
     ],
     ids=["next", "is_due"],
 )

@@ -345,8 +345,8 @@ def test_a_coordinator_that_does_not_answer_is_named(ended):
     code, _, errors = ended["no answer"]
     assert code == 1
     assert (
-        "ConfigError: process 1 of 2 (explicit coordinator): expected all of them at the "
-        f"coordinator {NOBODY} within 1 s; nothing answers there ([Errno 111] Connection refused)"
+        "ConfigError: process 1 of 2 (explicit coordinator): not all processes connected to the "
+        f"coordinator {NOBODY} in 1 s; nothing answers there ([Errno 111] Connection refused)"
     ) in errors
 
 
@@ -355,8 +355,8 @@ def test_processes_that_do_not_come_are_missed(ended):
     code, _, errors = ended["no peer"]
     assert code == 1
     assert (
-        "ConfigError: process 0 of 2 (explicit coordinator): expected all of them at the "
-        f"coordinator {FIRST} within 1 s; it answers, so another process was not started, or has"
+        "ConfigError: process 0 of 2 (explicit coordinator): not all processes connected to the "
+        f"coordinator {FIRST} in 1 s; it answers, so another process was not started, or has"
     ) in errors
 
 

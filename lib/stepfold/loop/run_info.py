@@ -299,7 +299,6 @@ def move_previous_run(directory: Path | None, step: int, files: Iterable[Path] =
                 os.rename(folder / name, aside / name)
         argument = "run_dir" if folder == directory else "log_to"
         warn(
-            f"{argument}: there are metrics of an earlier run up to step {last}, but this run "
-            f"starts at step {step}, so the earlier files are now in {aside}; to resume a run, "
-            "keep its checkpoints",
+            f"{argument}: this run starts at step {step}, but an earlier run has metrics up to "
+            f"step {last}; its files are now in {aside}. To resume a run, keep its checkpoints",
         )

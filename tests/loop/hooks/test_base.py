@@ -188,7 +188,7 @@ def test_states_of_one_name_match_in_order_if_they_are_as_many():
 @pytest.mark.parametrize("other", [5, [1], {"best": 1.0}, {}])
 def test_the_state_of_another_hook_of_this_name_is_dropped_with_a_warning(other):
     hooks = Hooks([Hook({"best": 0.0, "count": 0, "_seen": 3}, count, "mine")])
-    with pytest.warns(UserWarning, match="expected the state of mine, got that of another hook of"):
+    with pytest.warns(UserWarning, match="the state of mine in the checkpoint is that of another"):
         assert hooks.from_saved([["mine", other]], hooks.init) == hooks.init
     same = {"best": 1.0, "count": 2, "more": 3}
     assert hooks.from_saved([["mine", same]], hooks.init) == ({**same, "_seen": 3},)

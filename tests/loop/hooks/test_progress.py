@@ -257,7 +257,10 @@ def test_without_a_stream_nothing_is_shown_and_the_run_goes_on(kind, stream, mon
     if stream is not None:
         stream.close()
     if isinstance(stream, Terminal):
-        with pytest.warns(RuntimeWarning, match="progress: .*closed file; .* not shown"):
+        with pytest.warns(
+            RuntimeWarning,
+            match="progress: .*cannot write to the stream: .*closed file; the run continues",
+        ):
             assert fit_with(progress(kind, file=stream)) == 4
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, stream)
