@@ -232,7 +232,7 @@ def saved(series):
     return sorted(path.name for path in series.iterdir() if path.name.isdecimal())
 
 
-ADVICE = r"rollbacks\.json: .*; restore it from a copy, or move it away and give batches without"
+ADVICE = r"rollbacks\.json is damaged: .*; restore it from a copy, or move it away and give bat"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,7 +280,7 @@ def test_a_new_run_replaces_a_damaged_note(series, kind):
         shutil.rmtree(series / step)
     damage(series / "rollbacks.json", kind)
     (series.parent / "metrics.jsonl").unlink()
-    with pytest.warns(RuntimeWarning, match=r"rollbacks\.json: .*; it is replaced"):
+    with pytest.warns(RuntimeWarning, match=r"rollbacks\.json is damaged: .*; it is replaced"):
         result = run(series.parent, 6)
     assert (result.resumed, result.steps) == (None, 6)
     assert read_checked(series / "rollbacks.json") == []

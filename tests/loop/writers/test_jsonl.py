@@ -327,7 +327,9 @@ def test_a_csv_without_its_json_lines_is_refused_and_left_alone(table):
     write(csv_writer, table, [(10, {"a": 1})])
     lines = table.with_name("metrics.csv.jsonl")
     lines.unlink()
-    with pytest.raises(sf.ConfigError, match=f"expected {lines}, from .* no such file; move"):
+    with pytest.raises(
+        sf.ConfigError, match=f"^csv_writer: {table} is there without {lines}, .*; move"
+    ):
         csv_writer(table).write_scalars(20, {"a": 2})
     assert table.read_text() == "step,a\n10,1\n"
     assert list(table.parent.iterdir()) == [table]
