@@ -154,9 +154,9 @@ def test_a_checkpoint_of_which_the_run_is_damaged_is_named(tmp_path):
 def test_damaged_lines_are_left_out_of_the_history_with_a_warning(tmp_path):
     hooks = lambda event: {"one": 1.0}
     run(tmp_path / "checkpoints", adam(1e-2), 4, run_dir=tmp_path, hooks=hooks, log_every=2)
+    result = run(tmp_path / "checkpoints", adam(1e-2), 8, run_dir=tmp_path, hooks=hooks)
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text().replace("}\n", "x\n", 1))
-    result = run(tmp_path / "checkpoints", adam(1e-2), 8, run_dir=tmp_path, hooks=hooks)
     says = r"metrics.jsonl: damaged lines are left out of the history: 1$"
     with pytest.warns(RuntimeWarning, match=says):
         assert result.history["one"].steps[0] == 4
