@@ -264,6 +264,14 @@ FOUND = {
         evaluations=[EVALUATION],
         calls=[{"script": ("train", 5), "cut": (("evaluate", "eval", 7), "stop")}, {}],
     ),
+    "signals in evaluations after the last step of an epoch": one_run(
+        evaluations=[EVALUATION, SimpleNamespace(**vars(EVALUATION) | {"name": "test"})],
+        calls=[
+            {"epochs": ("a",), "cut": (("evaluate", "eval", 4), "stop")},
+            {"epochs": ("a",), "cut": (("evaluate", "test", 4), "stop")},
+            {"epochs": ("a",)},
+        ],
+    ),
     "a stop while several steps are dispatched": one_run(
         steps_per_call=3, calls=[{"script": ("train", 5)}]
     ),

@@ -298,7 +298,7 @@ def visit(run: Run, setup: Setup) -> Runs:
     late = setup.late
     while late is not None and late.is_due(run) and (shown := late.take(run, setup)) is not run:
         yield (run := shown)
-    if run.step != run.total and (run.end is None or run.is_at_start):
+    if run.step != run.total and run.end is None:
         run = yield from end_epoch(run, setup)
     for part in setup.parts:
         run = yield from _call_part(part, run, setup.inbox)
