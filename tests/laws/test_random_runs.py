@@ -272,6 +272,16 @@ FOUND = {
             {"epochs": ("a",)},
         ],
     ),
+    "a hook that has stopped the run stops it again, without another hook": one_run(
+        calls=[{"hooks": ["a", "b"], "limit": 1}, *2 * [{"hooks": ["b"], "limit": 1}]]
+    ),
+    "a stop that is due after a cut, without another hook": one_run(
+        evaluations=[EVALUATION],
+        calls=[
+            {"hooks": ["a", "b"], "limit": 1, "cut": (("a", "train", 4), "raise")},
+            *2 * [{"hooks": ["b"], "limit": 1}],
+        ],
+    ),
     "a stop while several steps are dispatched": one_run(
         steps_per_call=3, calls=[{"script": ("train", 5)}]
     ),
