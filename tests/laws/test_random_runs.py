@@ -282,6 +282,10 @@ FOUND = {
             *2 * [{"hooks": ["b"], "limit": 1}],
         ],
     ),
+    "a kill after a temporary checkpoint": one_run(
+        temporary=SimpleNamespace(every=5, every_epochs=None),
+        calls=[{"cut": (("pull", 8), "crash")}, {}],
+    ),
     "a stop while several steps are dispatched": one_run(
         steps_per_call=3, calls=[{"script": ("train", 5)}]
     ),
