@@ -177,7 +177,7 @@ class Fit:
             is_best = self.evaluate([e for e in self.call.evaluations if self.is_due(e, step)])
         if self.stop is None:
             self.end_epoch()
-        if self.call.part and step % self.call.part == 0:
+        if self.call.part and step % self.call.part == 0 and not self.is_signaled:
             self.call.part_seen.append((step, run.used))
         if self.stop is None:
             self.save(permanent=is_best, is_requested=is_best)
