@@ -14,10 +14,10 @@ import zlib
 import jax
 import numpy as np
 import pytest
-from stepfold.runs.__main__ import main
 from tests.small import STEP, full_but, start
 
 import stepfold as sf
+from stepfold.__main__ import main
 from stepfold.checkpoint.manifest import encode_checked, read_checked
 from stepfold.runs.report.read import read_metrics, read_run
 

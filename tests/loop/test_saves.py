@@ -212,6 +212,38 @@ def test_what_was_measured_before_a_stop_is_shown_though_no_batch_comes_after_it
     assert run(tmp_path, Ending(), **plan).history["train/loss"].steps == [10, 16]
 
 
+def test_a_part_comes_after_the_evaluations_of_its_step_though_a_signal_cuts_them(tmp_path):
+    class Halve:
+        name = "halving"
+
+        def next(self, run):
+            return run.step + 4 - run.step % 4
+
+        def is_due(self, run):
+            return run.step in (4, 8) and not run.has_note("halved")
+
+        def __call__(self, run):
+            halved = jax.tree.map(lambda leaf: leaf / 2, run.state.params)
+            return run._replace(state=run.state._replace(params=halved)).note("halved")
+
+    def measure(state):
+        if signals and state.step == 4:
+            signal.raise_signal(signals.pop())
+        return {"w": float(state.params["w"])}
+
+    def curve(folder):
+        each = sf.Evaluation(measure, every=4)
+        result = run(folder, batches(epochs=3), evaluation=each, hooks=Halve(), **plan)
+        return [*result.history["eval/w"]]
+
+    plan, signals = {"checkpoints": sf.Checkpoints(every=100)}, []
+    expected = curve(tmp_path / "uncut")
+    signals.append(signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        curve(tmp_path / "cut")
+    assert curve(tmp_path / "cut") == expected
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_with_several_processes_a_signal_has_no_effect_before_all_agree(monkeypatch, is_known):
     """It comes after the last vote before the batches end, if their number is known."""

@@ -77,8 +77,9 @@ class Part(Protocol):
     the run itself. With several processes, all of them do the same parts at the same steps.
 
     `fit` takes parts among its hooks. It does them after the evaluations and the end of an epoch,
-    and before a save. They may also have `open(run)`, called before the first step, and `close()`.
-    Both are called again if the run goes back.
+    and before a save; once a signal came, those that are due when the run resumes. They may also
+    have `open(run)`, called before the first step, and `close()`. Both are called again if the run
+    goes back.
 
     >>> import math, jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> class Halve:
@@ -298,10 +299,11 @@ def visit(run: Run, setup: Setup) -> Runs:
     late = setup.late
     while late is not None and late.is_due(run) and (shown := late.take(run, setup)) is not run:
         yield (run := shown)
-    if run.step != run.total and (run.end is None or run.is_at_start):
+    if run.step != run.total and run.end is None:
         run = yield from end_epoch(run, setup)
     for part in setup.parts:
-        run = yield from _call_part(part, run, setup.inbox)
+        if not run.is_interrupted:  # or it would come before an evaluation that is cut
+            run = yield from _call_part(part, run, setup.inbox)
     return (yield from save(run, setup))
 
 

@@ -124,6 +124,7 @@ def continue_from(
     used = saved.get("batches_used")
     used = session.feed.seek(restored.data, run.step, used, needs_batches=needs_batches)
     session.run = run._replace(batches_used=used)
+    session.stopped = extra if saved.get("stop") is not None else None
     return run.is_complete
 
 
