@@ -110,6 +110,16 @@ def test_imports_point_down():
                 assert package == imported or below, f"{path} imports {name}"
 
 
+def test_the_guide_lists_the_layers_from_top_to_bottom():
+    text = (ROOT / "examples" / "guide" / "contributing.md").read_text()
+    section = text.partition("## The rooms")[2].partition("\n### ")[0]
+    rows = re.findall(r"^\| (`[\w`, ]+) \|", section, re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    heights = [layer_of(name) for name in listed]
+    assert heights == sorted(heights)
+    assert sorted(listed) == sorted(itertools.chain.from_iterable(LAYERS))
+
+
 def test_heavy_packages_have_one_owner():
     for path in SOURCES:
         for name in imports(path):
