@@ -1,6 +1,7 @@
 """Draw the folders of `lib/stepfold` in layers, with arrows for the imports between them.
 
-An import that is also implied by others, through a folder in between, has no arrow.
+An import that is also implied by others, through a folder in between, has no arrow. Two modules at
+the bottom, `lazy` and `json_files`, are left out.
 """
 
 import ast
@@ -26,8 +27,9 @@ LAYERS = [
     ["core"],
     ["internals"],
     ["errors"],
-    ["tree", "table", "lazy", "json_files"],
+    ["table", "tree"],
 ]
+ASIDE = {"debug": 1.75, "object_storage": 3.5}  # so that arrows pass
 PURPOSES = {
     "adapter": "the trainer object",
     "testing": "laws of a program",
@@ -48,8 +50,6 @@ PURPOSES = {
     "errors": "refuse, warn",
     "tree": "paths",
     "table": "text",
-    "lazy": "imports",
-    "json_files": "damage",
 }
 TEXT, GRAY, BLUE = "#24292f", "#57606a", "#0969da"
 
@@ -66,12 +66,11 @@ def main():
     figure, axes = plt.subplots(figsize=(6.8, 9.2))
     axes.set(xlim=(-5.3, 5.3), ylim=(-0.5, 1.5 * len(LAYERS) - 0.4))
     axes.axis("off")
-    centers, widths = {}, {}
+    centers = {}
     for height, names in enumerate(reversed(LAYERS)):
         for column, name in enumerate(names):
-            widths[name] = 3.1 if len(names) < 4 else 2.3
-            gap = 3.5 if len(names) < 4 else 2.6
-            centers[name] = (gap * (column - (len(names) - 1) / 2), 1.5 * height + 0.2)
+            x = ASIDE.get(name, 3.5 * (column - (len(names) - 1) / 2))
+            centers[name] = (x, 1.5 * height + 0.2)
     heights = {name: height for height, names in enumerate(LAYERS) for name in names}
     for part, (x, y) in centers.items():
         for other in imports[part] & centers.keys():
@@ -90,8 +89,8 @@ def main():
                 arrowprops={"arrowstyle": "->", "color": GRAY, "shrinkA": 0, "shrinkB": 0},
             )
     for part, (x, y) in centers.items():
-        corner, width = (x - widths[part] / 2, y - 0.45), widths[part]
-        box = plt.Rectangle(corner, width, 0.9, facecolor="#0969da22", edgecolor=BLUE, zorder=2)
+        corner = (x - 1.55, y - 0.45)
+        box = plt.Rectangle(corner, 3.1, 0.9, facecolor="#0969da22", edgecolor=BLUE, zorder=2)
         axes.add_patch(box)
         axes.text(x, y + 0.18, f"{part}  {lines[part]:,}", ha="center", va="center", color=TEXT)
         axes.text(x, y - 0.2, PURPOSES[part], ha="center", va="center", fontsize=7.5, color=GRAY)
