@@ -38,9 +38,8 @@ def name_map(config):
         linear("layers/out", at + "self_attn.o_proj.weight"),
         linear("layers/{name}", at + "mlp.{name}_proj.weight"),  # gate, up, down
     ]
-    return sf.checkpoint.NameMap(
-        rules, ignore=[at + "self_attn.rotary_emb"]
-    )  # a buffer of older files
+    ignore = [at + "self_attn.rotary_emb"]  # a buffer of older files
+    return sf.checkpoint.NameMap(rules, ignore=ignore)
 
 
 def init(config, key):
@@ -104,12 +103,10 @@ def main(folder=None, steps=STEPS):
     config = CONFIG if folder is None else json.loads(Path(folder, "config.json").read_text())
     names, start = name_map(config), partial(init, config)
     if folder is None:
-        sf.checkpoint.export_params(
-            folder := "runs/llama/base", start(jax.random.key(0)), names=names
-        )
-    base = sf.checkpoint.load_params(
-        folder, jax.eval_shape(start, jax.random.key(0)), names=names, cast=True
-    )
+        folder = "runs/llama/base"
+        sf.checkpoint.export_params(folder, start(jax.random.key(0)), names=names)
+    like = jax.eval_shape(start, jax.random.key(0))
+    base = sf.checkpoint.load_params(folder, like, names=names, cast=True)
     text = "".join(topics.topics.values()).encode()[: 4096 * LENGTH]  # bytes as tokens
     rows = np.frombuffer(text, np.uint8).astype(np.int32).reshape(-1, LENGTH)
     tx, variables = optax.adam(1e-2), (init_factors(base, jax.random.key(1)), base)

@@ -12,6 +12,7 @@ import ast
 import itertools
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,23 +51,26 @@ TOPICS = {
 
 
 def public_names() -> dict[str, str]:
-    """Map each public name, such as "sf.hooks.Stop", to the one in the reference: "stepfold.Stop"."""
+    """Map each public name, such as "sf.hooks.Stop", to where the reference has it."""
     names = {f"sf.{name}": f"stepfold.{name}" for name in stepfold.__all__}
-    documented = {id(getattr(stepfold, name)): f"stepfold.{name}" for name in stepfold.__all__}
+    # Some are in `stepfold` too, and `ordered_norm` is in both `optim` and `sharding`.
+    places = {id(getattr(stepfold, name)): f"stepfold.{name}" for name in stepfold.__all__}
     for folder in stepfold._PUBLIC:
         module = getattr(stepfold, folder)
         for name in module.__all__:
-            value = getattr(module, name)
-            # Some are in `stepfold` too, and `ordered_norm` is in both `optim` and `sharding`.
-            names[f"sf.{folder}.{name}"] = documented.setdefault(id(value), f"stepfold.{folder}.{name}")
+            place = places.setdefault(id(getattr(module, name)), f"stepfold.{folder}.{name}")
+            names[f"sf.{folder}.{name}"] = place
     return names
 
 
 def moved_names() -> str:
-    """Return a table of the names of version 0.2 that are elsewhere or gone."""
-    rows = [(f"`sf.{name}`", f"`sf.{place}`") for name, place in moved.MOVED.items()]
-    rows += [(f"`sf.{name}`", text) for name, text in moved.GONE.items()]
-    lines = [f"| {old} | {new} |" for old, new in sorted(rows, key=lambda row: row[0].lower())]
+    """Return a table of the names of version 0.2, and what their warnings say."""
+    rows = {name: text.removeprefix("is now ") for name, text in moved.GONE.items()}
+    for name in moved.MOVED:
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            moved.find_moved(name)
+        rows[name] = f"`{re.search(' is now (.*); `', str(caught[0].message))[1]}`"
+    lines = [f"| `sf.{name}` | {rows[name]} |" for name in sorted(rows, key=str.lower)]
     return "\n".join(["| in 0.2 | now |", "| --- | --- |", *lines]) + "\n"
 
 
