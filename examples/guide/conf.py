@@ -125,7 +125,8 @@ def find_public(
     """Link `hooks.name`, `sf.name`, and in any module the names of `stepfold`."""
     if node.get("refdomain") != "py":
         return None
-    target = node["reftarget"].removeprefix("stepfold.").removeprefix("sf.")
+    target = node["reftarget"].partition("(")[0]
+    target = target.removeprefix("stepfold.").removeprefix("sf.")
     if (name := PUBLIC.get(f"sf.{target}")) is None:
         return None
     domain, page = env.get_domain("py"), node["refdoc"]
