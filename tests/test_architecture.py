@@ -308,6 +308,11 @@ def test_every_package_has_its_tests():
     assert folders - packages - {Path()} == set(map(Path, CROSS_PACKAGE_TESTS))
 
 
+def test_no_vague_module_names():
+    vague = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
+    assert not [path for path in MODULES if path.stem in vague]
+
+
 def test_the_docstring_of_a_folder_names_files_that_exist():
     named = 0
     for path in SOURCES:
@@ -317,11 +322,6 @@ def test_the_docstring_of_a_folder_names_files_that_exist():
             assert [name for name in files if not (LIB / path.parent / name).exists()] == [], path
             named += len(files)
     assert named > 20
-
-
-def test_no_vague_module_names():
-    vague = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
-    assert not [path for path in MODULES if path.stem in vague]
 
 
 # Phrases that read as translated, and words of which plainer ones exist.
