@@ -120,6 +120,13 @@ def test_the_guide_lists_the_layers_from_top_to_bottom():
     assert sorted(listed) == sorted(itertools.chain.from_iterable(LAYERS))
 
 
+def test_the_guide_for_contributors_names_files_that_exist():
+    text = (ROOT / "examples" / "guide" / "contributing.md").read_text()
+    paths = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
+    assert len(paths) > 20
+    assert [path for path in paths if not ((LIB / path).exists() or (ROOT / path).exists())] == []
+
+
 def test_heavy_packages_have_one_owner():
     for path in SOURCES:
         for name in imports(path):
