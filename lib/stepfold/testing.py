@@ -39,6 +39,12 @@ from stepfold.sharding.place import place, shard_batch
 from stepfold.sharding.plan import make_sharding
 from stepfold.writers.jsonl import last_step
 
+__all__ = ("LawError", "check_batches", "check_layouts", "check_loss", "check_resume")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
 
 class LawError(StepfoldError, AssertionError):
     """Raised by a check of a program, with the laws that do not hold.
