@@ -15,8 +15,8 @@ from stepfold.adapter.fields import (
     PATH,
     RESUME,
     SEED,
+    FieldRule,
     Mixed,
-    Rule,
     is_changed,
     setting,
     store_fields,
@@ -47,8 +47,8 @@ from stepfold.runs.info import move_previous_run
 from stepfold.tree import describe_value
 from stepfold.writers.combinators import log_to
 
-_METRICS = Rule("a list of names", lambda v: isinstance(v, list | tuple), tuple)
-_DEVICE = Rule(
+_METRICS = FieldRule("a list of names", lambda v: isinstance(v, list | tuple), tuple)
+_DEVICE = FieldRule(
     "a platform with or without a number, such as 'cuda:0', or one of jax.devices()",
     lambda v: isinstance(v, jax.Device) or (isinstance(v, str) and v.strip()),
 )

@@ -30,7 +30,7 @@ from stepfold.checkpoint.leaves import (
     within,
 )
 from stepfold.checkpoint.manifest import FILES, STATE, DamageError, Manifest, stream_path
-from stepfold.checkpoint.tier_file import Location, Source
+from stepfold.checkpoint.tier_file import Location, StepLocations
 from stepfold.errors import CheckpointError, refuse
 from stepfold.internals import texts
 
@@ -199,17 +199,17 @@ class TierReader(ArrayReader):
     ) -> None:
         self._leaves, self._shards = contents.leaves, contents.shards
         self._fetch, self._where = fetch, where
-        self._source: Source = contents.source
+        self._location: StepLocations = contents.location
 
     def _open_array(self, name: str) -> dict[Region, list[Location]]:
-        return self._source.slices[name]
+        return self._location.slices[name]
 
     def _read(self, store: dict[Region, list[Location]], name: str, part: Region) -> np.ndarray:
         label = f"{name}[{', '.join(f'{start}:{stop}' for start, stop in part)}]"
         return self._first_good(label, self._shards[name][part], store[part])
 
     def _read_stored(self, name: str, stored: StoredArray) -> np.ndarray:
-        locations = self._source.streams[stored.stream]
+        locations = self._location.streams[stored.stream]
         moved = [where._replace(offset=where.offset + stored.offset) for where in locations]
         return self._first_good(name, stored, moved)
 

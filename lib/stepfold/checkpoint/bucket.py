@@ -110,7 +110,7 @@ class BucketStore(Bucket):
             processes = self._read_processes(step, commit, len(commit["manifests"]))
             metadata = self._metadata(step, commit, processes[0])
             merged = manifest.merge_processes(processes, metadata)
-            return merged._replace(source=(commit["folder"], commit["object_bytes"]))
+            return merged._replace(location=(commit["folder"], commit["object_bytes"]))
 
     def open_arrays(self, step: int, contents: Manifest) -> ArrayReader:  # noqa: ARG002
         return BucketReader(self.start_read, contents)
@@ -363,7 +363,7 @@ class BucketReader(ArrayReader):
 
     def __init__(self, start_read: Callable[[str], Any], contents: Manifest) -> None:
         self._leaves, self._shards = contents.leaves, contents.shards
-        self._folder, self._object = contents.source
+        self._folder, self._object = contents.location
         self._start_read = lru_cache(_AT_ONCE)(start_read)  # small leaves share objects
 
     def _open_array(self, name: str) -> Mapping[Region, StoredArray]:

@@ -94,7 +94,7 @@ class Manifest(NamedTuple):
     shards: dict[str, dict[Region, StoredArray]]
     data: list[Any]
     bytes: int
-    source: Any = None  # in object storage: the folder, and the size of its objects
+    location: Any = None  # a folder and its objects' size in object storage, or `StepLocations`
 
     @property
     def has_position(self) -> bool:

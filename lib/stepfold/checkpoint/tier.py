@@ -317,12 +317,12 @@ class TierStore:
             self.note(save, is_saved=False)
             raise
 
-    def plan(self, state: Any) -> "Plan":
+    def assign(self, state: Any) -> "Assignment":
         """Return which slices this process writes, and which it sends to which processes."""
         arrays, wanted, crc = arrays_of(state), 1 + self._replicas, 0
         count, own = len(self.hosts), self._own_host
         host_of = {process: i for i, host in enumerate(self.hosts) for process in host}
-        plan = Plan({}, {}, 0)
+        assigned = Assignment({}, {}, 0)
         for number, (name, array) in enumerate(arrays.items()):
             holders, held = self._holders(array)
             crc = zlib.crc32(repr((name, sorted(holders.items()))).encode(), crc)
@@ -338,15 +338,15 @@ class TierStore:
                     continue
                 if by_host[own][number % len(by_host[own])] != self._process:
                     continue  # another process of this host writes it
-                plan.slices[name, part] = held[part]
+                assigned.slices[name, part] = held[part]
                 if own == hosts[0]:
                     others = [(own + i) % count for i in range(1, count)]
                     lacking = [host for host in others if host not in by_host]
                     for host in lacking[: max(0, wanted - len(hosts))]:
-                        plan.copies.setdefault(host, set()).add((name, part))
+                        assigned.copies.setdefault(host, set()).add((name, part))
         for i in range(1, min(wanted, count)):  # those also need the data position
-            plan.copies.setdefault((own + i) % count, set())
-        return plan._replace(crc=crc)
+            assigned.copies.setdefault((own + i) % count, set())
+        return assigned._replace(crc=crc)
 
     def _holders(self, array: Any) -> tuple[dict[Region, list[int]], dict[Region, Any]]:
         """Return which processes hold each region of an array, and the regions held here."""
@@ -407,12 +407,12 @@ class TierStore:
 
         self.write(name, pieces())
 
-    def note(self, save: Save, *, is_saved: bool, plan: int = 0) -> None:
+    def note(self, save: Save, *, is_saved: bool, assignment: int = 0) -> None:
         """Note the end of a save, and delete what is no longer needed."""
         self._noted["saved" if is_saved else "failed"].append(save.number)
         recent = {name: numbers[-_NOTED:] for name, numbers in self._noted.items()}
         self._noted = recent
-        notes: list[Any] = [{**recent, "plan": plan}]
+        notes: list[Any] = [{**recent, "assignment": assignment}]
         if self._values is not None:
             self._values.set(f"{self._life}/{self._process}", notes[0])
             notes = [*self._values.get(self._life).values()]
@@ -426,8 +426,8 @@ class TierStore:
                 pass
         else:
             self._prune_own(self._life, [], failed)
-        plans = {each["plan"] for each in notes if each["plan"]}
-        if len(plans) > 1:
+        assignments = {each["assignment"] for each in notes if each["assignment"]}
+        if len(assignments) > 1:
             raise CheckpointError(
                 f"{self.path_of(save.step)}: expected the same shardings of the state in all "
                 "processes, got others; place it by the same plan"
@@ -438,7 +438,7 @@ class TierStore:
         known = self.read_manifest(step)
         metrics = {**(known.metadata.metrics or {}), **metrics}
         content, arrays = manifest.later_content(metrics, extra, number=1)
-        name = file_name(known.source.save, self._process, "later")
+        name = file_name(known.location.save, self._process, "later")
         with converted_errors(self.directory / name, "cannot be written"):
             self.write(name, tier_file.pieces(content, arrays))
 
@@ -473,9 +473,9 @@ class TierStore:
         complete = list[Save]()
         for step in reversed(alone.steps()):
             with suppress(CheckpointError):
-                source = alone.read_manifest(step).source
-                complete.append(source.save)
-                if len(complete) == source.keep:
+                location = alone.read_manifest(step).location
+                complete.append(location.save)
+                if len(complete) == location.keep:
                     self._remove(lambda file: file.save < complete[-1])
                     break
 
@@ -512,8 +512,8 @@ class TierStore:
         return renamed
 
 
-class Plan(NamedTuple):
-    """What a process saves.
+class Assignment(NamedTuple):
+    """Which slices a process saves, and where.
 
     Attributes:
       slices: the slices that it writes, as arrays on a device or of numpy.
@@ -540,16 +540,16 @@ class TierSave:
     ) -> None:
         self._store, self._save, self._metadata = store, save, metadata
         self._before_commit, self._leaves = before_commit, leaves_of(state)
-        plan = store.plan(state)
-        for array in plan.slices.values():  # all copies at once, then wait for each
+        assigned = store.assign(state)
+        for array in assigned.slices.values():  # all copies at once, then wait for each
             if isinstance(array, jax.Array):
                 array.copy_to_host_async()
-        copies = {} if buffers is None else buffers.copy(plan.slices)
-        self._plan = plan._replace(slices={})  # whose views would prevent a donation
+        copies = {} if buffers is None else buffers.copy(assigned.slices)
+        self._assignment = assigned._replace(slices={})  # whose views would prevent a donation
         # On CPU without buffers, zero-copy views.
         self._slices = {
-            key: next(iter(copies[key].parts.values())) if key in copies else np.asarray(array)
-            for key, array in plan.slices.items()
+            key: next(iter(copies[key].slices.values())) if key in copies else np.asarray(array)
+            for key, array in assigned.slices.items()
         }
 
     def commit(self, finish: Callable[[], None] | None = None) -> None:
@@ -561,7 +561,7 @@ class TierSave:
                 is_saved = True
             finally:
                 self._slices = {}
-                self._store.note(self._save, is_saved=is_saved, plan=self._plan.crc)
+                self._store.note(self._save, is_saved=is_saved, assignment=self._assignment.crc)
         if finish is not None:
             finish()
 
@@ -571,14 +571,14 @@ class TierSave:
         for (name, part), array in self._slices.items():
             by_name.setdefault(name, {})[part] = array
         content, arrays = manifest.process_manifest(self._metadata, self._leaves, by_name)
-        content |= {"leaves": self._leaves, "keep": store.keep, "plan": self._plan.crc}
+        content |= {"leaves": self._leaves, "keep": store.keep, "plan": self._assignment.crc}
         slices = [array for parts in by_name.values() for array in parts.values()]
         if self._before_commit is not None:
             self._before_commit()
         store.write(
             file_name(save, process, "slices"), tier_file.pieces(content, [*slices, *arrays])
         )
-        for host, sent in self._plan.copies.items():
+        for host, sent in self._assignment.copies.items():
             rows = [
                 (row, array)
                 for row, array in zip(content["shards"], slices, strict=True)

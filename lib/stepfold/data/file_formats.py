@@ -50,7 +50,7 @@ class IndexedFile(NamedTuple):
     stride: int  # the number of lines in a block
 
 
-class Request(NamedTuple):
+class FileRows(NamedTuple):
     """Rows of a file to read."""
 
     file: IndexedFile
@@ -87,7 +87,7 @@ class Lines:
             marks.write(_encode(np.array([size])))
         return size, rows, stride
 
-    def read(self, requests: Sequence[Request]) -> Rows:
+    def read(self, requests: Sequence[FileRows]) -> Rows:
         """Read rows of several files, all at once."""
         contents: dict[Hashable, bytes] = {}
         missing = list[_Blocks]()
@@ -153,7 +153,7 @@ class Lines:
             self._cache.put(key, marks[key], marks[key].nbytes)
         return marks
 
-    def _rows(self, request: Request, contents: dict[Hashable, bytes]) -> list[Any]:
+    def _rows(self, request: FileRows, contents: dict[Hashable, bytes]) -> list[Any]:
         file, by_block = request.file, dict[int, list[bytes]]()
         for block in {row // file.stride for row in request.rows}:
             lines = contents[file.location, block].split(b"\n")
@@ -229,7 +229,7 @@ class Parquet:
         """Return the size of the file, its number of rows, and 1."""
         return _size_of(self._reader, location), int(self._open(location)[1][-1]), 1
 
-    def read(self, requests: Sequence[Request]) -> Rows:
+    def read(self, requests: Sequence[FileRows]) -> Rows:
         """Read rows of several files."""
         return [self._read(file, np.asarray(rows)) for file, rows in requests]
 
@@ -264,7 +264,7 @@ class ArrayRecord:
         """Return the size of the file, its number of records, and 1."""
         return _size_of(self._reader, location), self._open(location).num_records(), 1
 
-    def read(self, requests: Sequence[Request]) -> Rows:
+    def read(self, requests: Sequence[FileRows]) -> Rows:
         """Read records of several files."""
         for file, _ in requests:
             _check_unchanged(self._reader, file)

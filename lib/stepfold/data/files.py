@@ -17,11 +17,11 @@ from stepfold.core.validation import absolute_path, is_url, read_choice, read_fu
 from stepfold.data.file_formats import (
     HEADER_BYTES,
     ArrayRecord,
+    FileRows,
     Format,
     IndexedFile,
     Lines,
     Parquet,
-    Request,
     refuse_compressed,
 )
 from stepfold.data.file_reader import FileReader, Stamp, refuse_changed, split_query
@@ -329,7 +329,7 @@ class Files(Source):
         groups = np.split(by_file, firsts[1:])
         for number, group in zip(numbers.tolist(), groups, strict=True):
             own = indices[group] - self._starts[number]
-            requests.append(Request(self._files[number], own.tolist()))
+            requests.append(FileRows(self._files[number], own.tolist()))
         found: list[Any] = [None] * len(indices)
         for group, rows_read in zip(groups, self._form.read(requests), strict=True):
             for position, row in zip(group.tolist(), rows_read, strict=True):

@@ -189,7 +189,7 @@ class Prefetch(ReadAhead):
         self._is_over = False
         self._state: bytes | None = None  # after the last batch returned; None if none was
         self._failed: Any = _NONE  # a batch that was read, and could not be placed
-        self._reader: _Reader | None = None
+        self._reader: _ReaderThread | None = None
         self._placing: tuple[Any, ...] = ()  # the contexts of the thread that change its batches
         self._stop: Callable[[], object] = lambda: None
 
@@ -217,11 +217,11 @@ class Prefetch(ReadAhead):
             finally:
                 del item, error  # avoid a reference cycle: the traceback refers to this frame
 
-    def _start(self) -> "_Reader":
+    def _start(self) -> "_ReaderThread":
         if self._state is None:
             self._state = _copy_state(self._iterator)
         self._placing = _read_placing()
-        reader = _Reader(self._iterator, self._place, self._failed, self._size)
+        reader = _ReaderThread(self._iterator, self._place, self._failed, self._size)
         self._failed, self._stop = _NONE, weakref.finalize(self, reader.stop)
         reader.start()
         self._reader = reader
@@ -336,7 +336,7 @@ class _Failure(NamedTuple):
     batch: Any
 
 
-class _Reader:
+class _ReaderThread:
     """The thread that reads batches, and the queues that it shares with the iterator.
 
     It has no reference to the iterator. So an unused iterator is garbage collected, and its

@@ -24,7 +24,7 @@ _ALIGNMENT = 64  # jax on CPU uses memory that is aligned so without a copy
 _PAGE = 4096
 
 
-class Memory:
+class SharedMemory:
     """Anonymous memory that processes share by its file descriptor, and that grows on demand.
 
     It has no name, so that nothing is left behind if all of its processes are killed.
@@ -65,7 +65,7 @@ class Pickled(NamedTuple):
     data: bytes
     buffers: list[Any]
 
-    def write(self, memory: Memory) -> None:
+    def write(self, memory: SharedMemory) -> None:
         """Write the value to the start of some memory."""
         parts = [np.frombuffer(part, np.uint8) for part in (self.data, *self.buffers)]
         header = np.array([len(parts), *(part.nbytes for part in parts)], np.int64).view(np.uint8)
@@ -76,7 +76,7 @@ class Pickled(NamedTuple):
             target[start:stop] = part
 
 
-def read(memory: Memory) -> Array:
+def read(memory: SharedMemory) -> Array:
     """Return the bytes of the value that was written to some memory."""
     (count,) = memory.view(8).view(np.int64).tolist()
     return memory.view(_ranges(memory.view(8 * (1 + count)))[-1][1])

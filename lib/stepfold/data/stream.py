@@ -216,7 +216,7 @@ class StreamBatches(BatchIterator):
         new batches.
         """
         new = self.without([])
-        new._builder, new._has_checked_values = _Reader(self._builder.pads), True
+        new._builder, new._has_checked_values = _DeferredBuilder(self._builder.pads), True
         return new, self._builder
 
     def get_state(self) -> dict[str, Any]:
@@ -268,8 +268,8 @@ class StreamBatches(BatchIterator):
         return self._epochs is None or self._stream.endless
 
 
-class _Reader(NamedTuple):
-    """Take the place of a `BatchBuilder`, and return what it would make a batch of."""
+class _DeferredBuilder(NamedTuple):
+    """Stands in for a `BatchBuilder`, and returns its arguments, so that another builds later."""
 
     pads: bool
 

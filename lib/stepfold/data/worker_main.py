@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from stepfold.data.shared_memory import Memory, dump, load, read
+from stepfold.data.shared_memory import SharedMemory, dump, load, read
 
 NO_JAX = "none_in_workers"
 """A platform that jax does not know, so that it raises if a worker uses it."""
@@ -151,7 +151,7 @@ def _wait(worker: int) -> int:
 
 def _load(payload_fd: int) -> Any:
     """Read what makes the batches. Its arrays are shared, until a worker changes one."""
-    return load(Memory(payload_fd).private_view())
+    return load(SharedMemory(payload_fd).private_view())
 
 
 def _work(maker: Callable[[Any], Any], connection_fd: int, *slot_fds: int) -> None:
@@ -160,7 +160,7 @@ def _work(maker: Callable[[Any], Any], connection_fd: int, *slot_fds: int) -> No
 
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the nursery
-    connection, slots = Connection(connection_fd), [Memory(fd) for fd in slot_fds]
+    connection, slots = Connection(connection_fd), [SharedMemory(fd) for fd in slot_fds]
     try:
         while True:
             slot = connection.recv()
@@ -170,7 +170,7 @@ def _work(maker: Callable[[Any], Any], connection_fd: int, *slot_fds: int) -> No
         return
 
 
-def _answer(maker: Callable[[Any], Any], memory: Memory) -> None:
+def _answer(maker: Callable[[Any], Any], memory: SharedMemory) -> None:
     """Make a batch, and write it in place of its request."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")  # the parent filters them

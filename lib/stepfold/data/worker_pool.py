@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from stepfold.data.shared_memory import Memory, Pickled, dump, load, read
+from stepfold.data.shared_memory import Pickled, SharedMemory, dump, load, read
 from stepfold.data.worker_main import NO_JAX, NUMBER_BYTES, Failure, Reply, command
 from stepfold.errors import DataError, refuse
 
@@ -36,7 +36,7 @@ _ONE_THREAD = dict.fromkeys(
 )
 
 
-class Request:
+class BatchRequest:
     """A request to a worker, and what came of it."""
 
     def __init__(self, worker: "_Worker", slot: int, pickled: Pickled) -> None:
@@ -60,17 +60,17 @@ class WorkerPool:
         self._processes.start()
         self.close = weakref.finalize(self, self._processes.close)
 
-    def submit(self, message: Any) -> Request:
+    def submit(self, message: Any) -> BatchRequest:
         """Ask for a batch, by a message that can be pickled."""
         worker = next(self._turns)
         while not worker.free:
             self._read(worker)
-        request = Request(worker, worker.free.pop(), dump(message))
+        request = BatchRequest(worker, worker.free.pop(), dump(message))
         worker.pending.append(request)
         _send(request)
         return request
 
-    def receive(self, request: Request) -> Reply:
+    def receive(self, request: BatchRequest) -> Reply:
         """Wait for what came of a request.
 
         If the processes that made it died, its kind is "died", and its value the last exit code.
@@ -110,7 +110,7 @@ class WorkerPool:
                 _send(request)
 
 
-def _send(request: Request) -> None:
+def _send(request: BatchRequest) -> None:
     worker, slot = request.worker, request.slot
     request.pickled.write(worker.slots[slot])
     with contextlib.suppress(ConnectionError):  # it has died, which `_read` will see
@@ -145,9 +145,9 @@ class _Worker:
 
     def __init__(self, number: int, slots: int) -> None:
         self.number, self.deaths = number, 0
-        self.slots = [Memory() for _ in range(slots)]
+        self.slots = [SharedMemory() for _ in range(slots)]
         self.free = list(range(slots))  # a stack, so that slots that are not needed stay empty
-        self.pending: deque[Request] = deque()
+        self.pending: deque[BatchRequest] = deque()
 
 
 class _Processes:
@@ -155,7 +155,7 @@ class _Processes:
 
     def __init__(self, maker: Any, count: int, slots: int, may_fork: bool) -> None:
         pickled = dump(maker)
-        self._payload, self._may_fork = Memory(), may_fork
+        self._payload, self._may_fork = SharedMemory(), may_fork
         pickled.write(self._payload)
         self.workers = [_Worker(number, slots) for number in range(count)]
         self.are_loaded, self._parent = False, os.getpid()

@@ -19,7 +19,7 @@ from stepfold.data.dtypes import warn_of_wrapped
 from stepfold.data.prefetch import ReadAhead
 from stepfold.data.stream import BatchIterator, StreamBatches, refuse_stop_iteration
 from stepfold.data.worker_main import Failure, Reply
-from stepfold.data.worker_pool import ATTEMPTS, Request, WorkerPool, spell_status
+from stepfold.data.worker_pool import ATTEMPTS, BatchRequest, WorkerPool, spell_status
 from stepfold.errors import DataError, refuse
 
 _MOST_AHEAD = 60  # each is a file descriptor, of which one message holds a limited number
@@ -128,7 +128,7 @@ class Workers(ReadAhead):
             self.reuses_buffers = getattr(messages.batches, "reuses_buffers", True)
         self._make: _StateMaker | _ExampleMaker | None = None  # without processes
         self._position = messages.get_state()  # after the last batch returned
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_PendingBatch] = deque()
         self._error: Exception | None = None  # of the stream, after the pending batches
         self._has_checked_values = False
         self._registry: dict[Any, Any] = {}  # of the warnings of workers that were shown
@@ -175,14 +175,14 @@ class Workers(ReadAhead):
             except Exception as error:  # noqa: BLE001  raised after the batches before
                 self._error = error
             else:
-                self._pending.append(_Pending(message, self._messages.get_state()))
+                self._pending.append(_PendingBatch(message, self._messages.get_state()))
         for pending in self._pending:
             if self._pool is not None and pending.request is None:
                 pending.request = self._pool.submit(pending.message)
 
-    def _receive(self, pool: WorkerPool, pending: "_Pending") -> Any:
+    def _receive(self, pool: WorkerPool, pending: "_PendingBatch") -> Any:
         try:
-            reply = pool.receive(cast(Request, pending.request))
+            reply = pool.receive(cast(BatchRequest, pending.request))
         except BaseException:  # such as KeyboardInterrupt in the middle of a message
             self.close()
             raise
@@ -248,12 +248,12 @@ class Workers(ReadAhead):
             return new
 
 
-class _Pending:
+class _PendingBatch:
     """A pending batch: what a process makes it of, the state after it, and the pool's request."""
 
     def __init__(self, message: Any, after: dict[str, Any]) -> None:
         self.message, self.after = message, after
-        self.request: Request | None = None
+        self.request: BatchRequest | None = None
 
 
 class _States:
