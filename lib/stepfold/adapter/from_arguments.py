@@ -29,13 +29,18 @@ from stepfold.adapter.optimizers import (
     parse_scheduler,
     scale_on_plateau,
 )
-from stepfold.adapter.sizes import Plan, check_within
+from stepfold.adapter.sizes import Sizes, check_within
 from stepfold.adapter.validation import check_functions
 from stepfold.checkpoint.policy import Checkpoints
 from stepfold.cluster.distributed import Distributed, start_distributed
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.precision import Precision, dynamic_loss_scale
-from stepfold.core.validation import absolute_path, refuse_unknown, takes_any_keyword
+from stepfold.core.validation import (
+    absolute_path,
+    refuse_unknown,
+    renamed,
+    takes_any_keyword,
+)
 from stepfold.errors import DataError, refuse
 from stepfold.sharding import mesh as meshes
 from stepfold.sharding.plan import Rules, fsdp
@@ -339,14 +344,15 @@ def _is_unused(value: Any) -> bool:
 # Checkpoints and writers
 
 
-def checkpoints(arguments: TrainingArguments, plan: Plan) -> Checkpoints | None:
+@renamed(plan="sizes")
+def checkpoints(arguments: TrainingArguments, sizes: Sizes) -> Checkpoints | None:
     """Make the checkpoints in `output_dir/checkpoints_dir`, which include the last state.
 
     Without `output_dir`, or with `do_last_save=False`, return None: nothing is saved.
 
-    >>> from stepfold.adapter import plan
+    >>> from stepfold.adapter import compute_sizes
     >>> arguments = TrainingArguments(output_dir="runs/a", max_steps=200, save_steps=0.25)
-    >>> checkpoints(arguments, plan(arguments)).every
+    >>> checkpoints(arguments, compute_sizes(arguments)).every
     50
     """
     if arguments.output_dir is None or not arguments.do_last_save:
@@ -354,8 +360,8 @@ def checkpoints(arguments: TrainingArguments, plan: Plan) -> Checkpoints | None:
     metric, mode = best_metric(arguments)
     return Checkpoints(
         Path(arguments.output_dir) / arguments.checkpoints_dir,
-        every=plan.save_steps,
-        every_epochs=plan.save_epochs,
+        every=sizes.save_steps,
+        every_epochs=sizes.save_epochs,
         every_minutes=arguments.save_interval_minutes,
         keep=arguments.save_total_limit,
         best=metric,

@@ -227,7 +227,7 @@ class Trainer(ModelTrainer):
             evaluation=evaluations,
             checkpoints=parts.checkpoint_manager,
             hooks=[self.loss_tracker, *hooks],
-            log_every=parts.plan.log_every,
+            log_every=parts.sizes.log_every,
             resume=self._may_resume,
         )
         self._may_resume = True
@@ -238,7 +238,7 @@ class Trainer(ModelTrainer):
 
         It is called once, when the trainer is made, since the steps of a run are counted by it.
         """
-        config, size = self.config, self._parts.plan.train_batch
+        config, size = self.config, self._parts.sizes.train_batch
         seed = config.seed if config.dataloader_shuffle else None
         loader = batches(dataset, size, seed=seed, collate=self._collator_of(dataset))
         workers = config.num_dataloader_workers
@@ -280,7 +280,7 @@ class Trainer(ModelTrainer):
         if dataset is None:
             refuse("eval_dataset", "data to evaluate on", "None")
         collate, mesh = self._collator_of(dataset), self._parts.sharded_mesh
-        size, prepare = self._parts.plan.eval_batch, self.prepare_input_batch
+        size, prepare = self._parts.sizes.eval_batch, self.prepare_input_batch
         loader = loading.one_pass(dataset, size, prepare, mesh, collate=collate)
         if self.metrics_handler is None:
             return evaluate(self._eval_step, self.state, loader)

@@ -35,7 +35,7 @@ from stepfold.adapter.optimizers import (
     parse_scheduler,
     plateau_hook,
 )
-from stepfold.adapter.parts import Parts
+from stepfold.adapter.parts import RunParts
 from stepfold.adapter.run import stop_on_skipped
 from stepfold.core.metric_modes import known_mode
 from stepfold.core.optimizer import as_optimizer
@@ -285,7 +285,7 @@ def check_best_metric(
 # Hooks, and the preprocessor
 
 
-def make_hooks(parts: Parts, step: int, *, may_resume: bool) -> list[AnyHook]:
+def make_hooks(parts: RunParts, step: int, *, may_resume: bool) -> list[AnyHook]:
     """Make the hooks that stop a run at a NaN, show its progress and write its metrics.
 
     `step` is that of the state. Checkpoints that the run may not resume from are refused.

@@ -137,7 +137,7 @@ class Methods(BaseTrainerProtocol, Protocol):
 
     writer: Any
     watched_step: int
-    plan: Any
+    sizes: Any
 
     @property
     def epochs_done(self) -> int: ...

@@ -16,7 +16,7 @@ from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.fields import is_changed
 from stepfold.adapter.from_arguments import transform
-from stepfold.adapter.sizes import Plan
+from stepfold.adapter.sizes import Sizes
 from stepfold.core.axes import default_data_axes
 from stepfold.core.validation import read_integer, takes_any_keyword
 from stepfold.data.batches import batches
@@ -131,7 +131,7 @@ def skippable(loader: Any) -> Any:
 
 
 def training_batches(
-    arguments: TrainingArguments, plan: Plan, dataset: Any, collect: Collect | None
+    arguments: TrainingArguments, sizes: Sizes, dataset: Any, collect: Collect | None
 ) -> TrainingLoader:
     """Make training batches, reshuffled each epoch; incomplete batches are dropped.
 
@@ -153,10 +153,10 @@ def training_batches(
         dataset, seed = GrainStream(dataset, seed=seed, threads=workers), None
     loader: Any = batches(
         dataset,
-        plan.train_batch,
+        sizes.train_batch,
         seed=seed,
         start=arguments.step_start_point,
-        epochs=arguments.num_train_epochs if streams and not plan.steps else None,
+        epochs=arguments.num_train_epochs if streams and not sizes.steps else None,
         transform=drop_columns,
         collate=collect,
         process_index=arguments.grain_shard_index,
@@ -164,7 +164,7 @@ def training_batches(
     )
     if workers and not is_grain:
         loader = prefetch(loader, size=workers)
-    return TrainingLoader(loader, _mask_for(arguments), plan.epoch_steps)
+    return TrainingLoader(loader, _mask_for(arguments), sizes.epoch_steps)
 
 
 class GrainStream:
@@ -206,7 +206,7 @@ class GrainStream:
 
 def evaluation_batches(
     arguments: TrainingArguments,
-    plan: Plan,
+    sizes: Sizes,
     dataset: Any,
     collect: Collect | None,
     mesh: Mesh | None = None,
@@ -223,7 +223,7 @@ def evaluation_batches(
     make = functools.partial(
         one_pass,
         dataset,
-        plan.eval_batch,
+        sizes.eval_batch,
         _mask_for(arguments),
         mesh,
         transform=drop_columns,
@@ -231,7 +231,7 @@ def evaluation_batches(
         process_index=arguments.grain_shard_index,
         process_count=arguments.grain_shard_count,
     )
-    return EvaluationLoader(make, plan.eval_steps)
+    return EvaluationLoader(make, sizes.eval_steps)
 
 
 def one_pass(

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.hooks import CompilationTracker, Watcher
 from stepfold.adapter.loading import TrainingLoader
-from stepfold.adapter.sizes import Plan
+from stepfold.adapter.sizes import Sizes
 from stepfold.adapter.steps import Step, as_eval_step, as_train_step
 from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.policy import Checkpoints
@@ -23,7 +23,7 @@ from stepfold.loop.hook import AnyHook
 from stepfold.sharding.plan import make_sharding
 
 
-class Part:
+class RunPart:
     """An attribute of a trainer that is one of its parts; assigning it replaces the record.
 
     Args:
@@ -32,7 +32,9 @@ class Part:
     """
 
     def __init__(
-        self, field: str | None = None, change: Callable[["Parts", Any], "Parts"] | None = None
+        self,
+        field: str | None = None,
+        change: Callable[["RunParts", Any], "RunParts"] | None = None,
     ) -> None:
         self._field, self._change = field, change
 
@@ -57,7 +59,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class RunParts:
     """All that a run is made of. A part that changes makes a new record."""
 
     # Arguments of the trainer.
@@ -73,8 +75,8 @@ class Parts:
     eval_loss_fn: Callable[..., Any] | None = None
     stateful: bool = False
     names: NameMap | None = None
-    given_tx: optax.GradientTransformation | None = None
-    given_scheduler: optax.Schedule | None = None
+    tx_argument: optax.GradientTransformation | None = None
+    scheduler_argument: optax.Schedule | None = None
     evaluations: Sequence[Evaluation] = ()
     hooks: Sequence[AnyHook] = ()
     callbacks: Sequence[Callable[..., Any]] = ()
@@ -82,7 +84,7 @@ class Parts:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     # Made from `TrainingArguments`.
-    plan: Plan
+    sizes: Sizes
     mesh: Mesh
     rules: Any
     logs_path: Any = None  # absolute, since the working directory may change

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
-from stepfold.adapter.parts import Parts
+from stepfold.adapter.parts import RunParts
 from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.restore import restore
 from stepfold.checkpoint.safetensors import export_params
@@ -180,7 +180,7 @@ def write_card(path: str | os.PathLike[str], text: str) -> None:
 
 
 def make_card(
-    parts: Parts,
+    parts: RunParts,
     history: Mapping[str, Sequence[float]],
     notes: Mapping[str, Any],
     stopped: object = None,

@@ -27,17 +27,6 @@ def check_combinations(a: Any) -> None:
                     f"{name}={getattr(a, name)!r:.60} has no effect with {other}={value!r}; "
                     f"change {other}, or leave {name} out"
                 )
-    if not a.save_optimizer_state:
-        raise ConfigError(
-            "save_optimizer_state=False: a checkpoint holds the whole state, which a resume needs; "
-            "leave it out, and write parameters alone with save_pretrained or "
-            "sf.checkpoint.export_params"
-        )
-    if a.remove_ckpt_after_load:
-        raise ConfigError(
-            "remove_ckpt_after_load=True: the checkpoint that was loaded is the only one until the "
-            "next is on disk; write save_total_limit=1, which deletes it then"
-        )
     check_scheduler_options(a.scheduler or "none", a.scheduler_kwargs)
     check_optimizer_options(a.optimizer, a.extra_optimizer_kwargs)
     conflicts = _conflicts_of_optimizer(a), _conflicts_of_data(a), _conflicts_of_output(a)
