@@ -296,7 +296,7 @@ class Trainer(ModelTrainer):
 
     def _collator_of(self, dataset: Any) -> Any:
         """Check that a dataset has single examples, and return its collator."""
-        loading.check_examples(dataset)
+        loading.refuse_batches(dataset)
         return loading.collator_of(self.data_collator, dataset, self.train_dataset)
 
     def _measure_batch(self, state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:

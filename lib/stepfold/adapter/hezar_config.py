@@ -27,7 +27,7 @@ from stepfold.adapter.from_arguments import (
     make_schedule,
     writers,
 )
-from stepfold.adapter.hezar_metrics import TASKS, MetricConfig, read_metrics
+from stepfold.adapter.hezar_metrics import TASKS, MetricConfig, read_metric_configs
 from stepfold.adapter.model_trainer import refuse_torch
 from stepfold.adapter.optimizers import (
     find_optimizer,
@@ -136,7 +136,7 @@ class TrainerConfig:
         find_optimizer(self.optimizer, "the trainer optimizer=…")
         other = "the trainer lr_scheduler=…, a schedule of optax,"
         parse_scheduler(self.lr_scheduler or "none", "lr_scheduler", other)
-        object.__setattr__(self, "metrics", tuple(read_metrics(self.metrics, self.task)))
+        object.__setattr__(self, "metrics", tuple(read_metric_configs(self.metrics, self.task)))
         if (best := self.metric_for_best_model) is not None and known_mode(best) is None:
             expected = "a name that says which value is better, as that of a loss does"
             refuse("metric_for_best_model", expected, repr(best), "rename the metric")
@@ -264,7 +264,7 @@ def check_best_metric(
     if is_plateau(config.lr_scheduler) and not evaluates:
         expected = "an evaluation, to measure the loss"
         refuse("lr_scheduler", f"{expected} that {config.lr_scheduler} watches", "none")
-    metric, given = best_metric(arguments)[0], config.metric_for_best_model
+    metric, wanted = best_metric(arguments)[0], config.metric_for_best_model
     if metric is None:
         return
     if config.output_dir is None:
@@ -273,13 +273,13 @@ def check_best_metric(
     if kind == "eval":
         if not evaluates:
             advice = "give eval_dataset, or 'train.loss'"
-            refuse("metric_for_best_model", f"an evaluation, to measure {given}", "none", advice)
+            refuse("metric_for_best_model", f"an evaluation, to measure {wanted}", "none", advice)
         own: list[MetricConfig] = list(config.metrics)
         names = ["loss", *(each.name for each in own)]
         if handler is None and name not in names:
             expected = f"one of {', '.join(names)}, with or without 'evaluation.', or 'train.loss'"
             advice = suggest(name, names) or "add it to metrics"
-            refuse("metric_for_best_model", expected, repr(given), advice)
+            refuse("metric_for_best_model", expected, repr(wanted), advice)
 
 
 # Hooks, and the preprocessor

@@ -160,7 +160,7 @@ def _to_host(array: Any) -> np.ndarray:
 # The metrics of a config
 
 
-def read_metrics(metrics: Sequence[Any], task: str | None) -> list[MetricConfig]:
+def read_metric_configs(metrics: Sequence[Any], task: str | None) -> list[MetricConfig]:
     """Return the metrics of a config; refuse those that the task does not have."""
     valid = (*CLASS_METRICS, *TEXT_METRICS) if task is None else TASKS[task]
     configs = []

@@ -299,7 +299,7 @@ def replicate_if_uneven(batch: Any, mesh: Mesh | None) -> Any:
 # Examples to batches
 
 
-def check_examples(dataset: Any) -> None:
+def refuse_batches(dataset: Any) -> None:
     """Refuse a loader of batches, whose batches would be examples here."""
     is_loader = isinstance(dataset, BatchIterator | ReadAhead | TrainingLoader | EvaluationLoader)
     if is_loader or type(getattr(dataset, "batch_size", None)) is int:
@@ -372,12 +372,12 @@ def collect_of(
         return lambda examples: collect(collator(examples))
 
     def collect_columns(examples: list[Any]) -> Any:
-        given = columns(examples)
+        by_column = columns(examples)
         try:
-            return collect(given)
+            return collect(by_column)
         except Exception as error:
-            if isinstance(given, Mapping):
-                text = f"a dict of columns {sorted(map(str, given))}, not a list of examples"
+            if isinstance(by_column, Mapping):
+                text = f"a dict of columns {sorted(map(str, by_column))}, not a list of examples"
                 error.add_note(f"the function that {make.__name__} returns gets {text}")
             raise
 

@@ -114,7 +114,7 @@ class Trainer(ModelTrainer):
         self.optimizer, self.loss_fn, self.scheduler = optimizer, loss_fn, scheduler
         self.config, self.device = config, device or jax.devices()[0]
         warn_of_rate(scheduler)
-        self._settings, (params, self._build) = read_config(config), split_model(model)
+        self._settings, (params, self._build) = read_settings(config), split_model(model)
         sharding = None if device is None else SingleDeviceSharding(device)
         self._set_step()
         self.state = init_state(params, self.tx, jax.random.key(0), sharding=sharding)
@@ -367,7 +367,7 @@ class Settings(NamedTuple):
     scheduler_step_per_batch: bool = True
 
 
-def read_config(config: Any) -> Settings:
+def read_settings(config: Any) -> Settings:
     """Read the settings of nested objects or mappings, or by dotted names."""
     values = {} if config is None else dict(_flatten("", config))
     known = [f"training.{name}" for name in Settings._fields]
@@ -380,11 +380,11 @@ def read_config(config: Any) -> Settings:
             f"{', '.join(others)}",
         )
     read = {name: values.get(f"training.{name}") for name in Settings._fields}
-    given: dict[str, Any] = {name: value for name, value in read.items() if value is not None}
-    settings = Settings(**given)
+    present: dict[str, Any] = {name: value for name, value in read.items() if value is not None}
+    settings = Settings(**present)
     for name in ("weight_decay", "max_grad_norm"):
-        if name in given:
-            read_positive(f"training.{name}", given[name], allow_zero=name == "weight_decay")
+        if name in present:
+            read_positive(f"training.{name}", present[name], allow_zero=name == "weight_decay")
     if not isinstance(settings.scheduler_step_per_batch, bool):
         got = tree.describe_value(settings.scheduler_step_per_batch)
         refuse("training.scheduler_step_per_batch", "True or False", got)

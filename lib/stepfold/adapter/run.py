@@ -106,7 +106,7 @@ def check_length(parts: RunParts, more_steps: int | None) -> None:
 # The arguments of `fit`
 
 
-def length_of(parts: RunParts, more_steps: int | None) -> tuple[int | None, int | None]:
+def run_length(parts: RunParts, more_steps: int | None) -> tuple[int | None, int | None]:
     """Return the steps and the epochs of a run without `more_steps`."""
     steps, epochs = parts.max_training_steps, parts.arguments.num_train_epochs
     if more_steps is not None or steps is not None:
@@ -116,8 +116,8 @@ def length_of(parts: RunParts, more_steps: int | None) -> tuple[int | None, int 
     return None, epochs if epochs > 1 and not is_iterator else None
 
 
-def step_of(parts: RunParts, trainer: trainer_hooks.Methods) -> Step:
-    """Return the training step with metrics, and with the methods of a subclass around it."""
+def make_fit_step(parts: RunParts, trainer: trainer_hooks.Methods) -> Step:
+    """Return the step for `fit`: with metrics, and with the methods of a subclass around it."""
     has_hooks = any(map(trainer.overrides, ("on_step_start", "on_step_end")))
     if (steps := parts.arguments.steps_per_call) > 1:
         if has_hooks:

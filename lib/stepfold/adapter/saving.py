@@ -40,7 +40,7 @@ def path_and_state(*values: Any, default: Path | None = None) -> tuple[Path, Any
     return absolute_path("save_directory", paths[0]), next(iter(states), None)
 
 
-def is_saved(directory: Path, state: Any, step: int) -> bool:
+def holds_state(directory: Path, state: Any, step: int) -> bool:
     """Whether a directory has a checkpoint of this step with the values of this state."""
     if not open_store(directory).has_step(step):
         return False

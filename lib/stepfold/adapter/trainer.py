@@ -311,7 +311,7 @@ class Trainer:
 
     def _collect_of(self, dataset: Any) -> loading.Collect | None:
         """Return the function from a list of examples to a batch; None stacks them."""
-        loading.check_examples(dataset)
+        loading.refuse_batches(dataset)
         kind = "tfds_" if hasattr(dataset, "as_numpy_iterator") else ""
         kind = "grain_" if self.arguments.use_grain else kind
         names = [f"create_{kind}collect_function", "create_collect_function"]
@@ -411,7 +411,7 @@ class Trainer:
     def _fit(self, more_steps: int | None, *, resume: bool) -> FitResult:
         """Run the steps, with evaluations, hooks and checkpoints."""
         arguments, parts = self.arguments, self._parts
-        step, evaluations = run.step_of(parts, self), run.evaluations_of(parts, self)
+        step, evaluations = run.make_fit_step(parts, self), run.evaluations_of(parts, self)
         hooks = run.make_hooks(parts, self, step, evaluations=evaluations)
         self._best_states = best = dict[str, Any]()
         self._run_hooks = [trainer_hooks.note_best_state(hook, best) for hook in hooks]
@@ -426,7 +426,7 @@ class Trainer:
             saving.write_arguments(folder, arguments)
             saving.write_metadata(folder, parts.metadata)
         has_report = self.writer is not None and "jsonl" in arguments.report_to
-        length, epochs = run.length_of(parts, more_steps)
+        length, epochs = run.run_length(parts, more_steps)
         logs = self.logs_path if has_report else None  # the report is drawn from the JSON lines
         directory = RunDirectory(logs, config=from_arguments.config_of(arguments))
         return fit(  # without `**`, since a tuple of its arguments would keep the state
@@ -715,7 +715,7 @@ class Trainer:
         saving.write_arguments(path, self.arguments)
         saving.write_metadata(path, self._parts.metadata)
         metrics = {name: curve[-1] for name, curve in self.history.items() if len(curve)}
-        if not saving.is_saved(path, state, step):
+        if not saving.holds_state(path, state, step):
             save(path, state, step=step, data=data, metrics=metrics)
         return path / str(step)
 

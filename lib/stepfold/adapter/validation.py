@@ -137,12 +137,12 @@ _SETTINGS = ("weight_decay", "max_grad_norm", "scheduler_step_per_batch")
 def check_config(config: Any) -> None:
     """Refuse a `config` with settings of the training, as qurious has, or of TrainingArguments."""
     values, training = _attributes(config), _attributes(_attributes(config).get("training"))
-    found = [name for name in _SETTINGS if name in training or f"training.{name}" in values]
-    if found or hasattr(config, "num_train_epochs"):
+    settings = [name for name in _SETTINGS if name in training or f"training.{name}" in values]
+    if settings or hasattr(config, "num_train_epochs"):
         expected = "the configuration of the model"
-        got = f"training.{found[0]}" if found else tree.describe_value(config)
+        got = f"training.{settings[0]}" if settings else tree.describe_value(config)
         advice = "settings of the training are fields of TrainingArguments, such as max_grad_norm"
-        if found == ["scheduler_step_per_batch"]:
+        if settings == ["scheduler_step_per_batch"]:
             advice = "a schedule counts steps; for one of epochs give custom_scheduler"
         refuse("config", expected, got, advice)
 

@@ -71,12 +71,12 @@ class ArrayReader:
                 problems.append(error)
         return problems
 
-    def whole(self, name: str) -> np.ndarray:
+    def read_leaf(self, name: str) -> np.ndarray:
         """Read an entire leaf."""
-        (array,) = self.parts(name, [region((), self._leaves[name].shape)]).values()
+        (array,) = self.read_regions(name, [region((), self._leaves[name].shape)]).values()
         return array
 
-    def parts(self, name: str, wanted: Sequence[Region]) -> dict[Region, np.ndarray]:
+    def read_regions(self, name: str, wanted: Sequence[Region]) -> dict[Region, np.ndarray]:
         """Read distinct regions of a leaf, each into its own array; raise on damage."""
         leaf = self._leaves[name]
         if 0 in leaf.shape:  # orbax stores nothing for empty arrays
@@ -152,7 +152,7 @@ class ArrayReader:
             raise self._error(name, error) from error
         stored = Leaf(tuple(store.shape), store.dtype.numpy_dtype.name)
         chunk = store.chunk_layout.read_chunk.shape or ()
-        if any((size or 0) > whole for size, whole in zip(chunk, store.shape, strict=False)):
+        if any((size or 0) > limit for size, limit in zip(chunk, store.shape, strict=False)):
             # tensorstore would allocate a whole chunk, and abort the process if it cannot.
             refuse(name, f"chunks within {stored}", "larger ones", kind=DamageError)
         if stored != leaf._replace(key=None):

@@ -152,8 +152,8 @@ class NameMap:
     def _match(self, path: str) -> tuple[NameRule | None, dict[str, str]]:
         for rule in self.rules:
             for ours in _texts(rule[0]):
-                if found := re.fullmatch(_regex(ours, "/"), path):
-                    return NameRule(*rule), found.groupdict()
+                if matched := re.fullmatch(_regex(ours, "/"), path):
+                    return NameRule(*rule), matched.groupdict()
         return None, {}
 
 
@@ -187,7 +187,7 @@ class NamedArray(NamedTuple):
     slices: tuple[LeafSlice, ...]
 
 
-def whole_array(name: str, path: str, leaf: Leaf) -> NamedArray:
+def array_of_leaf(name: str, path: str, leaf: Leaf) -> NamedArray:
     """Return the array of a leaf that is stored as it is."""
     full = region((), leaf.shape)
     return NamedArray(name, leaf, (LeafSlice(path, full, full, tuple(range(len(full)))),))

@@ -42,7 +42,7 @@ from stepfold.checkpoint.leaves import (
     regions_of,
     within,
 )
-from stepfold.checkpoint.names import LeafSlice, NamedArray, NameMap, whole_array
+from stepfold.checkpoint.names import LeafSlice, NamedArray, NameMap, array_of_leaf
 from stepfold.checkpoint.restore import match
 from stepfold.checkpoint.steps import check_regular, sync
 from stepfold.core.processes import agreement
@@ -256,7 +256,7 @@ def _named_arrays(
                     f"{argument}: {arrays[name].slices[0].path} and {path} would both be called "
                     f"{name!r}; give names=… that tells them apart"
                 )
-            arrays[name] = whole_array(name, path, leaf)
+            arrays[name] = array_of_leaf(name, path, leaf)
     for name, array in arrays.items():
         if not isinstance(name, str) or name in ("", "__metadata__"):
             got = f"{name!r}, which safetensors does not allow"

@@ -43,7 +43,7 @@ from stepfold.checkpoint.tier_file import (
     good_files,
     merge,
 )
-from stepfold.checkpoint.transport import Address, Connection, Server, ask
+from stepfold.checkpoint.transport import Address, Connection, Server, send_request
 from stepfold.core.processes import KeyValues, agreement, broadcast_from_first
 from stepfold.errors import CheckpointError, refuse, warn
 from stepfold.internals import texts
@@ -117,14 +117,14 @@ class TierStore:
         """Return one process of each host, this one for its own."""
         return [self._process if self._process in host else host[0] for host in self.hosts]
 
-    def _ask_hosts(self, what: str, argument: Any) -> Iterator[tuple[int, Any]]:
+    def _request_from_hosts(self, what: str, argument: Any) -> Iterator[tuple[int, Any]]:
         """Yield a process and its answer for each host; warn of those that do not answer."""
         for process in self._speakers():
             if process == self._process:
                 yield process, self._reply(what, argument)
                 continue
             try:
-                yield process, ask(self._addresses[process], [what, argument])[0]
+                yield process, send_request(self._addresses[process], [what, argument])[0]
             except CheckpointError as error:
                 if process not in self._unreachable:
                     self._unreachable.add(process)
@@ -169,7 +169,7 @@ class TierStore:
 
         A step of which files are missing does not count: its save may not have ended.
         """
-        return [step for step, found in self._find() if not isinstance(found, MissingError)]
+        return [step for step, outcome in self._find() if not isinstance(outcome, MissingError)]
 
     def has_step(self, step: int) -> bool:
         """Return whether a step is complete or damaged."""
@@ -177,12 +177,16 @@ class TierStore:
 
     def incomplete(self) -> dict[int, str]:
         """Return the steps of which files are missing, and what they lack."""
-        return {step: f"{found}" for step, found in self._find() if isinstance(found, MissingError)}
+        return {
+            step: f"{outcome}"
+            for step, outcome in self._find()
+            if isinstance(outcome, MissingError)
+        }
 
     def newest_good(self) -> int | None:
         """Return the newest step whose values are as saved; each host reads its own files."""
-        found = self._find(verifies=True)
-        good = (step for step, each in reversed(found) if isinstance(each, Manifest))
+        outcomes = self._find(verifies=True)
+        good = (step for step, each in reversed(outcomes) if isinstance(each, Manifest))
         return next(good, None)
 
     def path_of(self, step: int) -> str:
@@ -214,10 +218,10 @@ class TierStore:
 
         Raises `DamageError` if there is none.
         """
-        for _, found in self._find(step):
-            if isinstance(found, Manifest):
-                return found
-            raise found
+        for _, outcome in self._find(step):
+            if isinstance(outcome, Manifest):
+                return outcome
+            raise outcome
         raise MissingError(f"{self.path_of(step)}: missing")
 
     def _find(
@@ -225,7 +229,7 @@ class TierStore:
     ) -> list[tuple[int, Manifest | DamageError]]:
         """Return what each step has, or one of them, on all hosts; in the order of the steps."""
         tables, problems = dict[int, list[Table]](), dict[int, list[DamageError]]()
-        for process, answer in self._ask_hosts("tables", [step, verifies]):
+        for process, answer in self._request_from_hosts("tables", [step, verifies]):
             for name, content, problem in answer:
                 if (file := TierFile.parse(name)) is None:
                     continue
@@ -234,7 +238,7 @@ class TierStore:
                 else:
                     of_step = tables.setdefault(file.save.step, [])
                     of_step.append(Table(file, process, content))
-        found = []
+        by_step = []
         for number in sorted({*tables, *problems}):
             outcomes: list[Manifest | DamageError] = [*problems.get(number, [])]
             for save in sorted({table.file.save for table in tables.get(number, [])}):
@@ -247,8 +251,8 @@ class TierStore:
             # The newest complete save, or else a file that is damaged.
             outcomes.sort(key=lambda each: isinstance(each, MissingError))
             complete = [each for each in outcomes if isinstance(each, Manifest)]
-            found.append((number, complete[-1] if complete else outcomes[0]))
-        return found
+            by_step.append((number, complete[-1] if complete else outcomes[0]))
+        return by_step
 
     def _read_tables(self, step: int | None, verifies: bool) -> list[Any]:
         """Return the name and the table, or the problem, of each file of a step on this host.
@@ -277,7 +281,7 @@ class TierStore:
         if location.process == self._process:
             return tier_file.read(self._path(location.name), location.offset, size)
         request = ["read", [location.name, location.offset, size]]
-        received = ask(self._addresses[location.process], request)[1]
+        received = send_request(self._addresses[location.process], request)[1]
         if received.size != size:
             raise DamageError(f"{location.name}: it is shorter than when it was saved")
         return received
@@ -314,7 +318,7 @@ class TierStore:
             with _converted(self.path_of(metadata.step)):
                 return TierSave(self, save, state, metadata, before_commit, buffers)
         except BaseException:
-            self.note(save, is_saved=False)
+            self.end_save(save, is_saved=False)
             raise
 
     def assign(self, state: Any) -> "Assignment":
@@ -351,16 +355,16 @@ class TierStore:
     def _holders(self, array: Any) -> tuple[dict[Region, list[int]], dict[Region, Any]]:
         """Return which processes hold each region of an array, and the regions held here."""
         if not isinstance(array, jax.Array):  # numpy arrays are those of process 0
-            whole = region((), array.shape)
-            return {whole: [0]}, {whole: array}
+            full = region((), array.shape)
+            return {full: [0]}, {full: array}
         key = array.sharding, array.shape
         if key not in self._regions:
-            found: dict[Region, set[int]] = {}
+            processes_of: dict[Region, set[int]] = {}
             device: Any
             for device, index in array.sharding.devices_indices_map(array.shape).items():
                 part = region(index or (), array.shape)
-                found.setdefault(part, set()).add(device.process_index)
-            holders = {part: sorted(processes) for part, processes in found.items()}
+                processes_of.setdefault(part, set()).add(device.process_index)
+            holders = {part: sorted(processes) for part, processes in processes_of.items()}
             parts = [region(shard.index, array.shape) for shard in array.addressable_shards]
             self._regions[key] = holders, parts
         holders, parts = self._regions[key]
@@ -391,7 +395,7 @@ class TierStore:
     def send(self, process: int, name: str, pieces: Sequence[memoryview]) -> None:
         """Let a process on another host write a file."""
         size = sum(piece.nbytes for piece in pieces)
-        ask(self._addresses[process], ["store", [name, size]], pieces)
+        send_request(self._addresses[process], ["store", [name, size]], pieces)
 
     def _receive(self, name: str, size: int, connection: Connection) -> None:
         """Write a file with what another process sends, if it arrives as it was."""
@@ -407,7 +411,7 @@ class TierStore:
 
         self.write(name, pieces())
 
-    def note(self, save: Save, *, is_saved: bool, assignment: int = 0) -> None:
+    def end_save(self, save: Save, *, is_saved: bool, assignment: int = 0) -> None:
         """Note the end of a save, and delete what is no longer needed."""
         self._noted["saved" if is_saved else "failed"].append(save.number)
         recent = {name: numbers[-_NOTED:] for name, numbers in self._noted.items()}
@@ -422,7 +426,7 @@ class TierStore:
         common = set.intersection(*({*each["saved"]} for each in notes))
         kept = sorted(common.difference(failed))[-self.keep :]
         if save.number in kept:  # this process is the last one to save it
-            for _ in self._ask_hosts("prune", [self._life, kept, failed]):
+            for _ in self._request_from_hosts("prune", [self._life, kept, failed]):
                 pass
         else:
             self._prune_own(self._life, [], failed)
@@ -450,12 +454,14 @@ class TierStore:
 
     def delete_range(self, first: int, last: float) -> None:
         """Delete all steps from a first to a last one on all hosts, complete or not."""
-        for _ in self._ask_hosts("delete", [first, last]):
+        for _ in self._request_from_hosts("delete", [first, last]):
             pass
 
     def set_aside(self, step: int) -> str | None:
         """Rename the files of a damaged step; the next complete save deletes them."""
-        renamed = [name for _, names in self._ask_hosts("set aside", step) for name in names]
+        renamed = [
+            name for _, names in self._request_from_hosts("set aside", step) for name in names
+        ]
         return renamed[0] if renamed else None
 
     def clean(self, finish: Callable[[int], None] | None = None) -> None:  # noqa: ARG002
@@ -561,7 +567,7 @@ class TierSave:
                 is_saved = True
             finally:
                 self._slices = {}
-                self._store.note(self._save, is_saved=is_saved, assignment=self._assignment.crc)
+                self._store.end_save(self._save, is_saved=is_saved, assignment=self._assignment.crc)
         if finish is not None:
             finish()
 

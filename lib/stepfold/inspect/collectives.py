@@ -306,8 +306,8 @@ def parse(text: str) -> Program:
     loops = _Loops(computations, roots)
     for name, lines in computations.items():
         lines[:] = [each._replace(trips=loops.trips(name, each)) for each in lines]
-    found = dict(re.findall(r"\b(replica_count|num_partitions)=(\d+)", text.partition("\n")[0]))
-    replicas, partitions = (int(found.get(x, 1)) for x in ("replica_count", "num_partitions"))
+    counts = dict(re.findall(r"\b(replica_count|num_partitions)=(\d+)", text.partition("\n")[0]))
+    replicas, partitions = (int(counts.get(x, 1)) for x in ("replica_count", "num_partitions"))
     return Program(computations, entry, replicas, partitions)
 
 
@@ -383,10 +383,10 @@ class _Loops:
         if loop.op != "while" or known:
             return int(known[1]) if known else None
         condition, body = _LOOP.findall(loop.attributes)[0]
-        place, compare, _ = self._origin(condition, self._roots[condition])
+        compared_in, compare, _ = self._origin(condition, self._roots[condition])
         if "direction=LT" not in compare.attributes:
             return None
-        counted, counter, index = self._origin(place, compare.operands[0])
+        counted, counter, index = self._origin(compared_in, compare.operands[0])
         added, add, _ = self._origin(body, self._roots[body], index, stop=body)
         if (counted, counter.op, add.op) != (condition, "parameter", "add"):
             return None
@@ -394,7 +394,7 @@ class _Loops:
         steps = [term for term in terms if (term[1].op, term[2]) != ("parameter", index)]
         ends = (
             self._origin(within, loop.operands[0], index),
-            self._origin(place, compare.operands[1]),
+            self._origin(compared_in, compare.operands[1]),
         )
         constants = [line.literal for _, line, _ in (*ends, *steps) if line.op == "constant"]
         numbers = [int(text) for text in constants if re.fullmatch(r"-?\d+", text)]

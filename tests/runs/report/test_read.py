@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 import stepfold as sf
 from stepfold.checkpoint import store as module
-from stepfold.runs.report.read import CurveArrays, read_metrics, read_run_files, thin
+from stepfold.runs.report.read import CurveArrays, read_metrics_file, read_run_files, thin
 
 from .run_files import write_run
 
 
 def read(path):
-    curves, _, _ = read_metrics(path)
+    curves, _, _ = read_metrics_file(path)
     return {name: [*zip(*map(list, curve), strict=True)] for name, curve in curves.items()}
 
 
@@ -46,17 +46,17 @@ def test_damaged_lines_are_counted_and_left_out(path):
     assert read(path) == {}  # there is none
     lines = ['{"step": 1, "a": 1.0}', "\x00\x00", "[1]", '{"a": 3.0}', '{"step": 2, "a": 2.0}']
     path.write_text("\n".join([*lines, '{"step": 3, "a": 3.0}', '{"step": 4, "a": 4.']))
-    curves, _, damaged_lines = read_metrics(path)  # the last one was cut off by a kill
+    curves, _, damaged_lines = read_metrics_file(path)  # the last one was cut off by a kill
     assert (curves["a"].values.tolist(), damaged_lines) == ([1, 2, 3], 3)
     with path.open("a") as file:
         file.write("\n")
-    assert (len(read(path)["a"]), read_metrics(path)[2]) == (3, 4)
+    assert (len(read(path)["a"]), read_metrics_file(path)[2]) == (3, 4)
 
 
 def test_only_numbers_are_curves_and_hyper_parameters_are_kept(path):
     row = {"step": 1, "hparams": {"lr": 0.1}, "text": "a", "on": True, "image": {"shape": [1]}}
     path.write_text(json.dumps({**row, "a": 2}) + "\n" + json.dumps({"step": 2, "a": 3}) + "\n")
-    curves, hparams, _ = read_metrics(path)
+    curves, hparams, _ = read_metrics_file(path)
     assert (list(curves), hparams) == (["a"], {"lr": 0.1})
 
 
@@ -65,7 +65,7 @@ def test_a_file_that_cannot_be_read_is_an_error(path):
     with pytest.raises(
         sf.errors.DataError, match="expected lines of metrics, got a directory instead"
     ):
-        read_metrics(path)
+        read_metrics_file(path)
 
 
 VALUES = st.one_of(st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, -math.inf]))

@@ -60,7 +60,7 @@ def read_run_files(path: Path, *, remote: bool = True) -> RunFiles:
     from stepfold.checkpoint.store import open_store  # lazy: imports jax
     from stepfold.runs.info import read_run_info
 
-    curves, hparams, damaged_lines = read_metrics(path / "metrics.jsonl")
+    curves, hparams, damaged_lines = read_metrics_file(path / "metrics.jsonl")
     saved: list[SavedStep] = []
     run = RunFiles(path, read_run_info(path), curves, hparams, saved, damaged_lines)
     directory = (run.argument("checkpoints") or {}).get("directory") or "checkpoints"
@@ -80,7 +80,7 @@ def read_run_files(path: Path, *, remote: bool = True) -> RunFiles:
     return run
 
 
-def read_metrics(path: Path) -> tuple[dict[str, CurveArrays], dict[str, Any], int]:
+def read_metrics_file(path: Path) -> tuple[dict[str, CurveArrays], dict[str, Any], int]:
     """Read a `jsonl_writer` file: curves, hyper-parameters, and the number of damaged lines.
 
     A last line that is still being written is left out. Without a file, all are empty.
