@@ -1,4 +1,4 @@
-"""A trainer object and its arguments, and the functions that make the parts of a run of them."""
+"""A trainer object, its arguments, and functions that make the parts of a run from them."""
 
 from stepfold.adapter.arguments import TrainingArguments, by_any_name
 from stepfold.adapter.from_arguments import (

@@ -65,7 +65,7 @@ def make_schedule(arguments: TrainingArguments, steps: int | None) -> optax.Sche
 
     The rate rises linearly from 0 to `learning_rate` for `warmup_steps`, and then follows
     `scheduler` to `learning_rate_end` at the last of the `steps` of the run. `steps` may be None,
-    for unknown, if the schedule does not depend on it.
+    unknown, if the schedule does not depend on it.
 
     >>> arguments = TrainingArguments(learning_rate=0.1, scheduler="linear", warmup_steps=10)
     >>> schedule = make_schedule(arguments, 110)
@@ -256,9 +256,9 @@ def make_loss(
 ) -> Callable[..., Any]:
     """Wrap a loss function to follow the arguments.
 
-    `loss_config` is passed as keywords, which it has to take. With `aux_loss_enabled=False`, terms
-    whose name starts with `aux` are dropped. `use_fast_kernels` sets the precision of matrix
-    products. On a mesh, batches are sharded by `step_partition_spec`.
+    `loss_config` is passed as keyword arguments. With `aux_loss_enabled=False`, terms whose name
+    starts with `aux` are dropped. `use_fast_kernels` sets the precision of matrix products. On a
+    mesh, batches are sharded by `step_partition_spec`.
 
     >>> arguments = TrainingArguments(loss_config={"scale": 2.0}, aux_loss_enabled=False)
     >>> loss = make_loss(arguments, lambda p, b, key, scale=1.0: {"ce": p * scale, "aux_z": p})
@@ -382,8 +382,8 @@ def best_metric(arguments: TrainingArguments) -> tuple[str | None, str | None]:
 def writers(arguments: TrainingArguments) -> Writer | None:
     """Make a background writer of metrics, or None if they are not written.
 
-    Files are in `output_dir/logs_dir`. Without `output_dir` there are none, and to set `report_to`
-    is a ConfigError.
+    Files are in `output_dir/logs_dir`. Without `output_dir` there are none, and setting `report_to`
+    raises a ConfigError.
 
     >>> writers(TrainingArguments(report_metrics=False)) is None
     True
@@ -411,9 +411,9 @@ def writers(arguments: TrainingArguments) -> Writer | None:
 
 
 def config_of(arguments: TrainingArguments) -> dict[str, Any]:
-    """Return the arguments for `run.json`, without those that a resume changes as a rule.
+    """Return the arguments for `run.json`, without those that usually change in a resume.
 
-    What JSON cannot hold, such as a function, is named by text.
+    A value that JSON cannot hold, such as a function, becomes a text.
     """
     names = arguments.to_dict().keys() - _CHANGED_BY_A_RESUME
     return {name: _as_json(getattr(arguments, name)) for name in sorted(names)}

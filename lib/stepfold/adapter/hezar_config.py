@@ -225,7 +225,7 @@ def make_optimizers(
 ) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
     """Return the optimizer without a loss scale, and its schedule if it is known.
 
-    An object replaces what the config describes.
+    An optimizer or a schedule that is an object replaces that of the config.
     """
     rates = ("learning_rate", "lr_scheduler", "lr_scheduler_kwargs")
     replaced = {
@@ -257,9 +257,9 @@ def make_optimizers(
 def check_best_metric(
     config: TrainerConfig, arguments: TrainingArguments, handler: Any, *, evaluates: bool
 ) -> None:
-    """Refuse a metric that is not measured, of a schedule or `metric_for_best_model`.
+    """Refuse a schedule or a `metric_for_best_model` whose metric no evaluation measures.
 
-    A custom handler may measure any.
+    A custom metrics handler may measure any metric.
     """
     if is_plateau(config.lr_scheduler) and not evaluates:
         expected = "an evaluation, to measure the loss"

@@ -34,8 +34,8 @@ Prepare = Callable[[Any], Any]
 class TrainingLoader:
     """Apply `prepare` to each batch; other attributes are those of the iterator.
 
-    `epoch_steps` is the number of batches in an epoch, if the iterator does not know it. Batches
-    that `without` skips are skipped here too, so that this stays the loader of the whole run.
+    `epoch_steps` is the number of batches in an epoch, if the iterator does not know it. `without`
+    skips batches in place, since the trainer keeps this loader for the whole run.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class EvaluationLoader:
 
 
 def skippable(loader: Any) -> Any:
-    """Return a loader that stays the one of the run when the run skips some of its batches."""
+    """Return a loader whose `without` skips batches in place, if it can skip any."""
     can_skip = hasattr(loader, "without") and iter(loader) is loader
     return TrainingLoader(loader) if can_skip and not isinstance(loader, TrainingLoader) else loader
 
@@ -181,7 +181,7 @@ class GrainStream:
                 "grain: expected the package, which is not installed; run pip install "
                 "'stepfold[grain]'"
             )
-        # Of a tree of arrays, grain would take the arrays themselves for examples.
+        # grain would take the arrays of a tree as examples.
         read = read_source(source)
         self._source: Any = read if isinstance(read, ArraySource) else source
         self._seed, self._threads, self._epoch = seed, threads, 0
@@ -300,7 +300,7 @@ def replicate_if_uneven(batch: Any, mesh: Mesh | None) -> Any:
 
 
 def refuse_batches(dataset: Any) -> None:
-    """Refuse a loader of batches, whose batches would be examples here."""
+    """Refuse a loader of batches: each batch would be taken as one example."""
     is_loader = isinstance(dataset, BatchIterator | ReadAhead | TrainingLoader | EvaluationLoader)
     if is_loader or type(getattr(dataset, "batch_size", None)) is int:
         advice = (
@@ -314,9 +314,9 @@ def refuse_batches(dataset: Any) -> None:
 
 
 def warn_of_batches(dataset: Any) -> None:
-    """Warn of a list whose items look like batches: their arrays have the first axis in common.
+    """Warn of a list whose items look like batches: their arrays share the first axis alone.
 
-    Sequences of tokens have no other axis, and an image and its mask have another one in common.
+    Examples differ: sequences of tokens have one axis, and an image and its mask share two.
     """
     if not isinstance(dataset, list) or not dataset:
         return
@@ -349,9 +349,10 @@ def collect_of(
 ) -> Collect | None:
     """Return the function from a list of examples to a batch; None stacks them.
 
-    `make` is a method that makes a collect function. That of a subclass, with `is_own`, comes
-    first. It gets the output of `collator` or, without one, columns. Otherwise the function is
-    `collator`, or with `max_length` that of `make`, which pads and truncates.
+    `make` is the trainer's method that makes a collect function. If a subclass overrides it, as
+    `is_own` says, its function is used. It gets the output of `collator`, or columns without one.
+    Otherwise the function is `collator`. Without a collator but with `max_length`, it is that of
+    `make`, which pads and truncates.
     """
     if collator is not None and not is_own and arguments.max_length is not None:
         expected = "None with a data_collator, which pads and truncates itself"
@@ -423,7 +424,7 @@ def _column(values: list[Any]) -> Any:
 def seek(loader: Any, position: Any, step: int) -> None:
     """Move batches to a saved position or, without one, to a step.
 
-    To a step, only `sf.batches` over a source move, since others have no position for each step.
+    Only `sf.batches` over a source can move to a step; others have no position for each step.
     """
     if not (hasattr(loader, "get_state") and hasattr(loader, "set_state")):
         if position is not None:
@@ -458,5 +459,5 @@ def offset_of(position: Any, step: Any) -> int:
 
 
 def _follows_from_step(position: Any) -> bool:
-    """Whether a position is one of `sf.batches` over a source, which the step determines."""
+    """Whether the step alone determines a position, as for `sf.batches` over a source."""
     return isinstance(position, dict) and position.keys() - {"skipped"} == {"step", "pipeline"}

@@ -1,4 +1,4 @@
-"""The parts of a trainer: what it was given, and what it made of that."""
+"""The parts of a trainer: its arguments, and what it makes from them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ class RunPart:
     """An attribute of a trainer that is one of its parts; assigning it replaces the record.
 
     Args:
-      field: the field of the record, by default of the name of the attribute.
+      field: the field of the record; by default it has the name of the attribute.
       change: a function `(record, value) -> record`, if other fields follow from this one.
     """
 
@@ -60,7 +60,7 @@ class RunPart:
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """All that a run is made of. A part that changes makes a new record."""
+    """Everything that a run consists of. Changing a part makes a new record."""
 
     # Arguments of the trainer.
     arguments: TrainingArguments
@@ -154,7 +154,7 @@ class RunParts:
     def with_train_step(self, step: Step) -> Self:
         """Replace the training step.
 
-        A jitted one stays so with batches of a subclass, which may be of several sizes.
+        A jitted step stays jitted with batches of a subclass, which may have several sizes.
         """
         fit_step, loader = as_train_step(step), self.dataloader_train
         if hasattr(step, "lower") and not isinstance(loader, TrainingLoader | None):

@@ -36,7 +36,8 @@ from stepfold.tree import describe_value
 class Start(NamedTuple):
     """Where a run starts.
 
-    `source` is the argument that replaced the state, and `data` the position that it brings.
+    `source` is the argument that replaced the state, and `data` the data position that belongs to
+    it.
     """
 
     state: Any
@@ -56,7 +57,8 @@ def find_start(
     """Find the state of a run and the position of its data.
 
     `replacements` are the arguments of `train` that replace the state, of which at most one is not
-    None; `source` is what has replaced it before. `is_first` says that the trainer has not run yet.
+    None. `source` is the argument that replaced it earlier, and `is_first` is True before the first
+    run.
     """
     own, arguments = parts.checkpoint_manager, parts.arguments
     folder, resume_from = arguments.checkpoints_dir, arguments.resume_from_checkpoint
@@ -133,7 +135,7 @@ def _unjitted(step: Step) -> Step:
 
 
 def evaluations_of(parts: RunParts, trainer: trainer_hooks.Methods) -> list[Evaluation]:
-    """Return the evaluation on the trainer's data, if there is one, and those that were given.
+    """Return the evaluation on the trainer's data, if there is one, and its `evaluations`.
 
     An `evaluate` or `eval` of a subclass measures in place of the evaluation step.
     """
@@ -165,9 +167,9 @@ PRETRAINED = "pretrained"
 
 
 def saves_of(parts: RunParts, trainer: trainer_hooks.Methods) -> list[Evaluation]:
-    """Return the calls of a subclass's `save_pretrained`: those of the checkpoints, and the last.
+    """Return evaluations that call `save_pretrained` of a subclass at checkpoints and at the end.
 
-    They are an evaluation without metrics, since that has the exact state of its step.
+    An evaluation gets the exact state of its step, and may return no metrics.
     """
     manager = parts.checkpoint_manager
     if manager is None or not trainer.overrides("save_pretrained"):
@@ -196,7 +198,7 @@ def saves_of(parts: RunParts, trainer: trainer_hooks.Methods) -> list[Evaluation
 
 
 def _delete_old(folder: Path, step: int, keep: int | None) -> None:
-    """Delete the folder of a step that is saved again, and all but the latest of the others."""
+    """Make room for a step: delete its own folder, and the oldest beyond `keep`."""
     steps = sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
     others = [number for number in steps if number != step]
     old = [] if keep is None else others[: max(0, len(others) + 1 - keep)]
@@ -205,7 +207,7 @@ def _delete_old(folder: Path, step: int, keep: int | None) -> None:
 
 
 class _AroundStep(BaseHook):
-    """Keep the count of a step with hooks, and raise their exception at an event."""
+    """Restart the count of a `StepWithHooks`, and raise its pending exception at events."""
 
     def __init__(self, step: StepWithHooks) -> None:
         self._step = step
@@ -278,7 +280,7 @@ def stop_on_skipped(arguments: TrainingArguments) -> AnyHook:
 def _check_evaluations(
     parts: RunParts, metric: str, evaluations: Sequence[Evaluation], name: str | None = None
 ) -> None:
-    """Check that a metric of a field is measured in time.
+    """Check that evaluations measure the metric of a field early enough for it.
 
     Without a `name`, the field is the one that ends the run or ranks its checkpoints.
     """

@@ -62,7 +62,7 @@ def holds_state(directory: Path, state: Any, step: int) -> bool:
 
 
 def write_arguments(directory: str | Path, arguments: TrainingArguments) -> None:
-    """Write `arguments.json`; if one has no JSON, such as a schedule, the file names it instead."""
+    """Write `arguments.json`; if one has no JSON, such as a schedule, write that error instead."""
     try:
         text = arguments.to_json()
     except ConfigError as error:

@@ -155,7 +155,7 @@ def with_functions(
 def optimizer_for(
     parts: RunParts, scheduler: optax.Schedule | None = None
 ) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
-    """Make the optimizer and its schedule of the arguments, or return those of the trainer."""
+    """Return the optimizer and the schedule of the trainer, by default made from its arguments."""
     scheduler = parts.scheduler_argument if scheduler is None else scheduler
     return optimizer_of(parts.arguments, parts.max_training_steps, parts.tx_argument, scheduler)
 
@@ -299,9 +299,9 @@ def load_weights(
 ) -> tuple[Any, list[str], dict[str, str]]:
     """Load all parameters from safetensors, or those that fit from a checkpoint.
 
-    Without a path, nothing is loaded. `folder` is that of the checkpoints in a run, and `names`
-    maps those of safetensors. Returns the state, the paths of the loaded parameters, and by path
-    why others were not.
+    Without a path, nothing is loaded. `folder` has the checkpoints of a run. `names` maps paths to
+    names in safetensors. Returns the state, the paths of the loaded parameters, and the reason for
+    each other path.
     """
     if path is None:
         return state, [], {}
@@ -320,7 +320,7 @@ def load_weights(
 def find_checkpoint(path: str | Path, folder: str) -> tuple[str, int | None]:
     """Return the directory or URL of the steps, and the step if the path is that of one.
 
-    The path is that of a run, with its checkpoints in `folder`, of these, or of one step.
+    The path is a run with checkpoints in `folder`, a directory of checkpoints, or one step.
     """
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
         refuse("checkpoint", "a path", repr(path), "give the folder of a step")

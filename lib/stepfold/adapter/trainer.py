@@ -136,7 +136,7 @@ class Trainer:
     watched_step = 0  # of the last `log_watchers`
     _run_hooks: Sequence[AnyHook] = ()
     _best_states: Mapping[str, Any] = {}  # by hook: the step and state, or None
-    _state_source: str | None = None  # what has replaced the state since then
+    _state_source: str | None = None  # the argument that replaced the state since then
     best = property(
         lambda self: getattr(self.result, "best", None),
         doc="The step of the best checkpoint of the last run, or None.",
@@ -254,7 +254,7 @@ class Trainer:
         raise error
 
     def _complete(self) -> None:
-        """Make the parts of a subclass whose `__init__` assigns its own, without `super()`."""
+        """Make the parts of a subclass whose `__init__` does not call `super().__init__`."""
         own = vars(self)
         if "_parts" in own or "arguments" not in own:
             return
@@ -352,7 +352,7 @@ class Trainer:
         more_steps: int | None = None,
         **unknown: Any,
     ) -> TrainerOutput:
-        """Do the whole run, or the rest of it after the newest checkpoint in `output_dir`.
+        """Train to the end of the run, from the newest checkpoint in `output_dir` if there is one.
 
         A NaN or inf in the loss, the time limit, a signal, or an exception in a method or hook ends
         the run after a save. Signals and exceptions are raised after the save, as by `fit`.
@@ -515,8 +515,9 @@ class Trainer:
         """Show metrics on a bar every `log_steps`, and write them every `report_steps`.
 
         A run calls this at each log point and after each evaluation. Metrics of evaluations and of
-        the last step are always shown and written. With the interval of the log points, the others
-        are at every call, because the end of an epoch is a log point and need not be a multiple.
+        the last step are always shown and written. If the interval is that of the log points,
+        others are shown or written at every call: the end of an epoch is a log point too, and need
+        not be a multiple.
 
         Args:
           metrics: numbers by name; a name without a prefix gets that of the mode, such as `train/`.
@@ -554,7 +555,7 @@ class Trainer:
         In a run it is called at each log point, with the state of exactly that step.
 
         Raises:
-          ConfigError: if a watcher returns something else than numbers.
+          ConfigError: if a watcher returns anything but numbers.
         """
         since = self.watched_step if self.watched_step < step else step - 1
         self.watched_step = step
@@ -595,8 +596,8 @@ class Trainer:
         """Evaluate a state on each batch of the evaluation data.
 
         A run calls the method of a subclass that does not override `evaluate`. It may return a
-        dict, or yield one for each batch, whose means a run logs: with metrics such as
-        `sf.mean(values, mask)` instead of numbers they are exact.
+        dict, or yield one for each batch. The run logs the means over batches. They are exact for
+        metrics such as `sf.mean(values, mask)`, and not for numbers of unequal batches.
         """
         for batch in self.eval_batches():
             metrics = evaluate(self._eval_step(), setup.state_of(model_state), [batch])
@@ -611,8 +612,8 @@ class Trainer:
     ) -> Any:
         """Return the outputs for every example of a dataset, in order, as `sf.predict` does.
 
-        `function` is `(params, batch) -> outputs`, as what the loss function computes the loss
-        from. With `to`, a folder, they are written to files, whose paths are returned.
+        `function` is `(params, batch) -> outputs`, such as the model that the loss function calls.
+        With a folder `to`, outputs are written to files, and the paths of these are returned.
         """
         function = read_function("function", function, "a function (params, batch) -> outputs")
         sizes = self.sizes._replace(eval_steps=None)
@@ -642,8 +643,8 @@ class Trainer:
     def calculate_number_total_flops(self, params: Any, is_training: bool = True) -> int:
         """Count the floating-point operations of a step on all devices.
 
-        After `compile_aot` it is the count of matrix products and convolutions in the compiled
-        step, and before the estimate of 6 for each parameter and token in training, 2 in an
+        After `compile_aot`, this counts the matrix products and convolutions in the compiled step.
+        Before, it estimates 6 operations for each parameter and token in training, and 2 in an
         evaluation.
         """
         train_step = self.sharded_training_step_function
@@ -682,11 +683,11 @@ class Trainer:
         """Save a state with arguments and data position, to resume from, or parameters for torch.
 
         Both `save_pretrained(path, state)` and `(state, save_directory=path)` work. Without a
-        state it is the trainer's. `to_torch` writes the parameters alone, as safetensors that torch
-        loads, with the `names` of the trainer. `easystate_to_huggingface_model_kwargs` may have
-        other `names`, also as names in torch by path, and `torch_save_pretrained_kwargs` the
+        state, the trainer's is saved. `to_torch` writes the parameters alone, as safetensors that
+        torch loads, with the `names` of the trainer. `easystate_to_huggingface_model_kwargs` may
+        have other `names`, also as names in torch by path, and `torch_save_pretrained_kwargs` the
         `metadata` of the file. The `metadata` of the trainer are written too. `gather_fns` must be
-        None. Without a path it is `output_dir/pretrained`. A state that is there already is not
+        None. The default path is `output_dir/pretrained`. A state that is there already is not
         saved again; another state of the same step is refused. Returns the folder of the
         checkpoint, or that of the safetensors.
 
@@ -780,7 +781,7 @@ class Trainer:
 
     @property
     def state(self) -> Any:
-        """The state. One that is assigned starts the next run, which donates it."""
+        """The state. Assign one to start the next run from it; the run donates it."""
         return self._state
 
     @state.setter
@@ -817,7 +818,7 @@ class Trainer:
     # Helpers
 
     def make_optimizer(self, scheduler: Any = None) -> tuple[Any, Any]:
-        """Make the optimizer and its schedule of the arguments, or return those of the trainer."""
+        """Return the optimizer and the schedule, by default made from the arguments."""
         return setup.optimizer_for(self._parts, scheduler)
 
     def set_state(self, state: Any) -> None:

@@ -168,7 +168,7 @@ _METHODS = {
 def check_methods(trainer: Any) -> None:
     """Warn of a method of another library's trainer that a run does not call.
 
-    A subclass that overrides the method in its place may call it itself.
+    There is no warning if a subclass overrides the method in its place, which may call it.
     """
     kind = type(trainer)
     for ours, names in _METHODS.items():
@@ -194,7 +194,7 @@ def check_list(
     kind: type | None = None,
     others: tuple[type, ...] = (),
 ) -> list[Any]:
-    """Return a list of values of a type, or without a type of functions; or of other types."""
+    """Check that values are of type `kind` (functions if it is None) or of `others`."""
     if not isinstance(values, list | tuple):
         refuse(name, f"a list of {expected}", tree.describe_value(values))
     for index, value in enumerate(values):
