@@ -155,14 +155,14 @@ class Epochs:
 
 
 class EpochEnds(NamedTuple):
-    """Where epochs end that may have unequal numbers of steps, since some batches are skipped."""
+    """Where epochs end. Epochs have unequal numbers of steps if some batches are skipped."""
 
     epochs: Epochs
     skips: Skips
 
     @classmethod
     def of_length(cls, steps: int) -> "EpochEnds":
-        """Make the ends of epochs of equally many steps."""
+        """Make the ends of epochs that all have the same number of steps."""
         return cls(Epochs(steps, [(0, 1)], drop=True, epochs=None), Skips())
 
     def done(self, step: int) -> int:
@@ -174,7 +174,7 @@ class EpochEnds(NamedTuple):
         return self.skips.step(self.epochs.count_steps(epochs))
 
     def count_steps(self, epochs: int, start: int) -> int:
-        """Return the number of steps in epochs, counted from that of the batch at `start`."""
+        """Return the steps from `start` to the end of `epochs` epochs, its own included."""
         return self.end((self.done(start) if start else 0) + epochs) - start
 
 

@@ -22,11 +22,12 @@ HEADER_BYTES = 4096
 """The size of the header of an index, after which the offsets come."""
 
 _CACHE_BYTES = 1 << 26
-_BLOCK_BYTES = 4096  # about; so the index takes 8 bytes of 4,096
-_BLOCK_LINES = 64  # at most, since the lines of another part of the file may be far longer
-_BLOCKS_IN_ORDER = 64  # that are read at once if rows are read in order,
-_BYTES_IN_ORDER = 1 << 18  # unless they have more bytes
-_MARKS = 1024  # offsets of the index that are read at once
+_BLOCK_BYTES = 4096  # approximate; the index takes 8 bytes for each block
+_BLOCK_LINES = 64  # the maximum, since lines further on in the file may be far longer
+# Rows in order are read in larger pieces, up to these numbers of blocks and of bytes.
+_BLOCKS_IN_ORDER = 64
+_BYTES_IN_ORDER = 1 << 18
+_MARKS = 1024  # offsets of the index in one read
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -40,7 +41,7 @@ Rows = list[list[Any]]
 
 
 class IndexedFile(NamedTuple):
-    """A file, and what its index says of it."""
+    """A file, and what its index records about it."""
 
     location: str
     index_location: str

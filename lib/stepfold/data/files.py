@@ -220,7 +220,7 @@ def _read_header(index: str, reader: FileReader) -> tuple[dict[str, Any] | None,
 
 
 def _is_complete(header: dict[str, Any], stamp: Stamp) -> bool:
-    """Whether a header is as it was written, in an index of its size, of a file of its size."""
+    """Whether a header is undamaged, and its index and its file have the recorded sizes."""
     if header.get("checksum", "") not in ("", _checksum(header)):  # stepfold 0.2 wrote none
         return False
     if header.get("version") != _VERSION:
@@ -395,7 +395,7 @@ class Files(Source):
 
 
 def _names(indexed: Sequence[IndexedFile]) -> list[str]:
-    """Return the names of files below their common folder, as they are on another machine too."""
+    """Return paths relative to the common folder, which are the same on another machine."""
     parts = [split_query(file.location)[0].split("/") for file in indexed]
     folders = zip(*(each[:-1] for each in parts), strict=False)
     common = len([*itertools.takewhile(lambda same: len({*same}) == 1, folders)])

@@ -125,8 +125,9 @@ _CHANGED = ("get_state", "set_state", "without", "reweight")
 class ReadAhead:
     """Base class of iterators that read batches ahead, and have the attributes of the batches.
 
-    Those in `_PASSED_ON` do not depend on how far the batches are read. The others that batches may
-    have are methods here, with an underscore. A wrapper leaves out what it `_lacks`.
+    Attributes in `_PASSED_ON` do not depend on how far the batches are read ahead. A subclass
+    implements each method in `_CHANGED` with an underscore before its name; it exists if the
+    batches have it. A subclass does not pass on what it `_lacks`.
     """
 
     reuses_buffers = False
@@ -228,7 +229,7 @@ class Prefetch(ReadAhead):
         return reader
 
     def _leave_parent(self) -> None:
-        """Continue from the same position in a process that was forked, which has no thread."""
+        """Continue from the same position in a forked process, which has no thread."""
         self._lock, self._process = threading.Lock(), os.getpid()  # a thread may hold the old
         if self._reader is None or self._reader.is_stopped or self._is_over:
             return
@@ -307,7 +308,7 @@ class Prefetch(ReadAhead):
             self._is_over, self._state = False, None
 
     def _without(self, ranges: Any) -> "Prefetch":
-        """Return prefetched batches without some of these, after the last batch returned."""
+        """Return prefetched batches that skip ranges of these, after the last batch returned."""
         self._rewind()
         return prefetch(self._iterator.without(ranges), sharding=self._place, size=self._size)
 

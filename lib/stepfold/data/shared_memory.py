@@ -1,4 +1,4 @@
-"""Pass trees to another process: a pickle, and the bytes of its arrays, in shared memory.
+"""Pass trees to another process in shared memory, as a pickle and the bytes of its arrays.
 
 An array is written once, and read without a copy.
 """
@@ -20,7 +20,7 @@ from stepfold.errors import ConfigError
 
 Array = np.ndarray[Any, Any]
 
-_ALIGNMENT = 64  # jax on CPU uses memory that is aligned so without a copy
+_ALIGNMENT = 64  # jax on CPU uses memory with this alignment without a copy
 _PAGE = 4096
 
 
@@ -77,7 +77,7 @@ class Pickled(NamedTuple):
 
 
 def read(memory: SharedMemory) -> Array:
-    """Return the bytes of the value that was written to some memory."""
+    """Return the bytes that `Pickled.write` has written."""
     (count,) = memory.view(8).view(np.int64).tolist()
     return memory.view(_ranges(memory.view(8 * (1 + count)))[-1][1])
 

@@ -30,15 +30,15 @@ from stepfold.data.shared_memory import SharedMemory, dump, load, read
 NO_JAX = "none_in_workers"
 """A platform that jax does not know, so that it raises if a worker uses it."""
 
-# All that may be large is in shared memory, so a send never waits. A worker gets the number of a
-# slot, whose request its answer replaces, and returns the number.
+# Large values are in shared memory, so a send never blocks. A worker gets the number of a slot,
+# replaces the request in it with the reply, and returns the number.
 NUMBER_BYTES = 8
 """The size of a message to the nursery, the number of the worker to start, whose descriptors come
 with it. If the worker replaces one that has died, the nursery answers with how that one ended."""
 
 
 class Reply(NamedTuple):
-    """What came of a request."""
+    """The reply to a request."""
 
     kind: str  # "batch", "end" or "error"
     value: Any  # the batch, or a Failure
@@ -139,7 +139,7 @@ def _spawn(payload_fd: int, fds: list[int]) -> int:
 
 
 def _wait(worker: int) -> int:
-    """Return how a worker ended, whose connection is closed."""
+    """Return the exit code of a worker that has closed its connection."""
     for _ in range(100):
         ended, status = os.waitpid(worker, os.WNOHANG)
         if ended:

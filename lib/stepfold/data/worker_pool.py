@@ -1,4 +1,4 @@
-"""The parent's side of worker processes: requests to them, their answers, and their deaths.
+"""The parent's side of worker processes: requests, replies, and replacement of dead workers.
 
 A request describes a batch completely. So a worker has no state that matters, and a new process
 makes the batches of one that died.
@@ -37,7 +37,7 @@ _ONE_THREAD = dict.fromkeys(
 
 
 class BatchRequest:
-    """A request to a worker, and what came of it."""
+    """A request to a worker, and its reply."""
 
     def __init__(self, worker: "_Worker", slot: int, pickled: Pickled) -> None:
         self.worker, self.slot, self.pickled = worker, slot, pickled
@@ -71,7 +71,7 @@ class WorkerPool:
         return request
 
     def receive(self, request: BatchRequest) -> Reply:
-        """Wait for what came of a request.
+        """Wait for the reply to a request.
 
         If the processes that made it died, its kind is "died", and its value the last exit code.
 
@@ -97,7 +97,7 @@ class WorkerPool:
             request.reply = _open(worker, slot)
 
     def _replace(self, worker: "_Worker") -> None:
-        """Start another process in place of one that died, to make what it has not made."""
+        """Start another process in place of one that died, and send its open requests again."""
         worker.deaths += 1
         status, new = self._processes.replace(worker)
         if worker.deaths == ATTEMPTS:  # leave out the batch that kills it
@@ -118,7 +118,7 @@ def _send(request: BatchRequest) -> None:
 
 
 def _open(worker: "_Worker", slot: int) -> Reply:
-    """Return a reply in shared memory, which is free again when no array of it is left."""
+    """Load a reply from shared memory, which is free again when no array refers to it."""
     root = read(worker.slots[slot])
     held = len(worker.slots) - len(worker.free) - len(worker.pending)
     if held > _HELD:  # else there might be no memory for the next request
@@ -139,7 +139,7 @@ def spell_status(status: int) -> str:
 
 
 class _Worker:
-    """A worker, which may be one process after another, and the requests it has not answered."""
+    """A worker and its open requests. If its process dies, another one takes its place."""
 
     connection: "Connection"
 

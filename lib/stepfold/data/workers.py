@@ -1,7 +1,7 @@
 """Make batches in worker processes, with the same bits for any number of them.
 
-What has random access is made from a position, which is all that a worker needs. A stream is read
-here, and its examples are sent to the workers, which transform and batch them.
+For batches with random access, a worker needs only a position. A stream is read in this process.
+Its examples are sent to the workers, which transform and batch them.
 """
 
 import copy
@@ -28,17 +28,17 @@ _MOST_AHEAD = 60  # each is a file descriptor, of which one message holds a limi
 def workers(batches: Any, count: int, *, ahead: int = 2) -> "Workers":
     """Make batches in other processes, in order, and ahead of the loop.
 
-    For transforms that take long in Python, which a thread cannot speed up. The batches, their
-    order and their positions do not depend on the number of processes: a run may resume with any
-    other. An error is raised at the batch that caused it, as the exception of the worker, whose
-    traceback is its cause. The next `next` then makes this batch again.
+    Use it for slow transforms in Python, which a thread cannot speed up. The batches, their order
+    and their positions do not depend on the number of processes: a run may resume with any other.
+    An error is raised at the batch that caused it, as the exception of the worker, whose traceback
+    is its cause. The next `next` then makes this batch again.
 
     The processes start with the first `next`, which takes about two seconds. They do not run the
     script, so it needs no `if __name__ == "__main__"`. They end with `close()` or the `with` block,
     when the iterator is garbage collected, and whenever this process ends, even if it is killed. If
-    one dies, another makes its batches; a batch of which three die is an error. A process that is
-    forked from this one has its own position, and starts its own processes; arrays of batches from
-    before the fork may change in it.
+    one dies, another makes its batches; a batch that ends three processes is an error. A process
+    that is forked from this one has its own position, and starts its own processes; arrays of
+    batches from before the fork may change in it.
 
     Workers are for Python and numpy: jax does not run in them. Functions and classes that a script
     or a notebook defines, lambdas and closures are sent by cloudpickle, which
@@ -136,7 +136,7 @@ class Workers(ReadAhead):
 
     @property
     def _locked(self) -> threading.RLock:
-        """The lock of this process. One that was forked leaves the pool to its parent."""
+        """The lock of this process. A forked process makes its own, and drops the parent's pool."""
         if self._process != os.getpid():
             self._lock, self._process = threading.RLock(), os.getpid()  # a thread may hold the old
             self.close()
@@ -259,7 +259,7 @@ class _PendingBatch:
 class _States:
     """An iterator over the states from which batches with random access are made.
 
-    With a state come the skips, the arguments of the calls of `without` that made the batches.
+    Each state comes with the skips: the arguments of the calls of `without` so far.
     """
 
     def __init__(self, batches: Any, unchanged: Any, skips: tuple[Any, ...]) -> None:
@@ -291,7 +291,7 @@ class _States:
 
 
 class _StateMaker:
-    """Make a batch of the skips of the batches, and a state."""
+    """Make a batch from the skips and a state."""
 
     def __init__(self, batches: Any) -> None:
         self._unchanged = self._batches = batches
