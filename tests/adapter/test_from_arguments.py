@@ -166,6 +166,11 @@ def checkpoints_of(**fields):
     return checkpoints(arguments, compute_sizes(arguments))
 
 
+def test_the_former_name_of_sizes_is_refused_with_the_new_one():
+    with pytest.raises(sf.errors.ConfigError, match="plan: expected its new name, sizes=…"):
+        checkpoints(TrainingArguments(), plan=None)
+
+
 @shows(
     "Trainer Protocol",
     "Required methods: train",

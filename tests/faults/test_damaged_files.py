@@ -19,7 +19,7 @@ from tests.small import STEP, full_but, start
 import stepfold as sf
 from stepfold.__main__ import main
 from stepfold.checkpoint.manifest import encode_checked, read_checked
-from stepfold.runs.report.read import read_metrics_file, read_run_files
+from stepfold.runs.report.read import read_metrics_file, read_run_data
 
 DEEP = {"too deep to parse": 100_000, "deep": 500}
 DAMAGE = {
@@ -104,7 +104,7 @@ def test_half_of_a_surrogate_pair_in_run_json_is_replaced(folder):
     info = json.loads((folder / "run.json").read_text())
     info["attempts"][0]["stop"]["message"] = "\ud800 stopped"
     (folder / "run.json").write_text(json.dumps({**info, "program": "\udcff.py"}))
-    assert read_run_files(folder).attempts[0]["stop"]["message"] == "? stopped"
+    assert read_run_data(folder).attempts[0]["stop"]["message"] == "? stopped"
     assert main(["report", str(folder)]) == 0
     run(folder, 8)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import stepfold as sf
 from stepfold.checkpoint import store as module
-from stepfold.runs.report.read import CurveArrays, read_metrics_file, read_run_files, thin
+from stepfold.runs.report.read import CurveArrays, read_metrics_file, read_run_data, thin
 
 from .run_files import write_run
 
@@ -103,7 +103,7 @@ def test_all_parts_of_a_run_are_read(tmp_path):
         for step, loss in {10: 0.5, 20: 0.25}.items():
             series.save({"w": np.ones(2)}, step=step, metrics={"eval/loss": loss})
     (tmp_path / "checkpoints" / "20" / "state" / "_METADATA").unlink()
-    run = read_run_files(tmp_path)
+    run = read_run_data(tmp_path)
     assert run.argument("steps") == 100
     assert run.argument("epochs") is None
     assert run.curves["eval/loss"].values.tolist() == [1.5, 1.75]
@@ -118,5 +118,5 @@ def test_checkpoints_in_object_storage_are_read_unless_they_are_left_out(tmp_pat
     write_run(tmp_path / "run", arguments={"checkpoints": {"directory": "s3://bucket/run"}})
     store = module.open_store(tmp_path / "there")
     monkeypatch.setattr(module, "open_store", lambda directory: store)
-    assert [saved.step for saved in read_run_files(tmp_path / "run").checkpoints] == [10]
-    assert read_run_files(tmp_path / "run", remote=False).checkpoints == []
+    assert [saved.step for saved in read_run_data(tmp_path / "run").checkpoints] == [10]
+    assert read_run_data(tmp_path / "run", remote=False).checkpoints == []

@@ -36,8 +36,8 @@ class SavedStep(NamedTuple):
     metrics: Mapping[str, Any] | None
 
 
-class RunFiles(NamedTuple):
-    """The files of a run; `info` is the content of `run.json`, empty if there is none."""
+class RunData(NamedTuple):
+    """What the files of a run hold; `info` is the content of `run.json`, empty if there is none."""
 
     path: Path
     info: Mapping[str, Any]
@@ -55,14 +55,14 @@ class RunFiles(NamedTuple):
         return (self.info.get("arguments") or {}).get(name)
 
 
-def read_run_files(path: Path, *, remote: bool = True) -> RunFiles:
+def read_run_data(path: Path, *, remote: bool = True) -> RunData:
     """Read a run from its directory; `remote` reads checkpoints in object storage as well."""
     from stepfold.checkpoint.store import open_store  # lazy: imports jax
     from stepfold.runs.info import read_run_info
 
     curves, hparams, damaged_lines = read_metrics_file(path / "metrics.jsonl")
     saved: list[SavedStep] = []
-    run = RunFiles(path, read_run_info(path), curves, hparams, saved, damaged_lines)
+    run = RunData(path, read_run_info(path), curves, hparams, saved, damaged_lines)
     directory = (run.argument("checkpoints") or {}).get("directory") or "checkpoints"
     if not is_url(directory):
         directory = os.path.normpath(path / directory)
