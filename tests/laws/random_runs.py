@@ -38,8 +38,8 @@ WARNINGS = (
     "nothing was trained",
     "expected enough for",
     "expected get_state",
-    "got others without",
-    "got no such hook, and the state is dropped",
+    "as in the resumed run",
+    "but fit has no such hook, so the state is dropped",
 )
 
 

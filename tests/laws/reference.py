@@ -72,7 +72,7 @@ class Fit:
         names = [hook.name for hook in self.call.hooks]
         self.run, self.resumed, self.was_complete = copy.copy(saved), saved.step, saved.is_complete
         is_dropped = saved.hooks.keys() - {*names}
-        self.warnings += ["got no such hook, and the state is dropped"] if is_dropped else []
+        self.warnings += ["but fit has no such hook, so the state is dropped"] if is_dropped else []
         self.run.hooks = {name: saved.hooks.get(name, 0) for name in names}
         self.run.state = self.call.place(saved.state)
         self.data = self.call.data(self.directory.skips, saved.changes)
@@ -104,7 +104,7 @@ class Fit:
                 run.state, metrics = call.step(run.state, batch)
                 run.step, run.used, run.is_complete = run.step + 1, run.used + 1, False
                 if run.open and run.open[-1].keys() - metrics.keys():
-                    self.warnings.append("got others without")
+                    self.warnings.append("as in the resumed run")
                 run.open = (*run.open, metrics)
             self.boundary()
             self.log(run.step - call.delay)

@@ -167,7 +167,7 @@ def test_an_evaluation_that_runs_out_is_not_passed_over():
     ended = iter(())
     own = sf.Evaluation(lambda state: {"loss": next(ended)}, every=2)
     with pytest.raises(
-        sf.errors.DataError, match="eval: expected numbers by name, got StopIteration; make"
+        sf.errors.DataError, match="eval: the evaluation raised StopIteration; make"
     ):
         sf.fit(STEP, start(), batches(), steps=4, evaluation=own)
 

@@ -433,8 +433,8 @@ class TierStore:
         assignments = {each["assignment"] for each in notes if each["assignment"]}
         if len(assignments) > 1:
             raise CheckpointError(
-                f"{self.path_of(save.step)}: expected the same shardings of the state in all "
-                "processes, got others; place it by the same plan"
+                f"{self.path_of(save.step)}: not saved, since the processes shard the state "
+                "differently; place it by the same plan in all of them"
             )
 
     def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:

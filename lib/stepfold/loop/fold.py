@@ -21,7 +21,7 @@ import jax
 
 from stepfold.core.processes import KeyValues, Position, agreement, broadcast_from_first
 from stepfold.data.epochs import size_at
-from stepfold.errors import DataError, refuse, warn
+from stepfold.errors import ConfigError, DataError, refuse, warn
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.events import Event, EventMetrics, HookRequest, Replace, Reweight, Stop
 from stepfold.loop.feed import BatchFeed, batch_sizes
@@ -180,8 +180,8 @@ def next_due(run: Run, setup: Setup) -> float:
         due.append(setup.late.next(run))
     for part in setup.parts:
         if (following := part.next(run)) <= step:
-            expected = f"next(run) to be a step after {step}"
-            refuse(f"the part {part.name!r}", expected, repr(following), "return math.inf for none")
+            argument, expected = f"part {part.name!r}: next(run)", f"a step after {step}"
+            refuse(argument, expected, repr(following), "return math.inf for none")
         due.append(following)
     return min(due)
 
@@ -413,9 +413,10 @@ def _call_part(part: Part, run: Run, inbox: Inbox) -> Runs:
             break
         yield (run := changed)
         if (times := times + 1) == _TOO_OFTEN:
-            expected = f"is_due(run) to become False once it is done after step {run.step}"
-            advice = "note in the run or in the part that it is done"
-            refuse(f"the part {part.name!r}", expected, f"True {times} times", advice)
+            raise ConfigError(
+                f"part {part.name!r} is always due: is_due(run) was True {times} times after step "
+                f"{run.step}; note in the run or in the part that it is done"
+            )
     return run
 
 
@@ -507,8 +508,8 @@ def _replace(run: Run, setup: Setup, request: Replace | Reweight, at: int) -> Ru
     if setup.saves.has_saved(run):
         if run.end is None:
             warn(
-                f"step {run.step}: expected to replace the state before it is saved, got a "
-                f"request after that, which has no effect: {request.why}"
+                f"step {run.step}: {type(request).__name__} ignored, since the step is already "
+                f"saved: {request.why}"
             )
         return run
     if isinstance(request, Reweight):

@@ -224,7 +224,7 @@ class Saves:
         """Warn once of a request to save if there are no checkpoints."""
         if self._series is None and not self._has_warned:
             self._has_warned = True
-            warn("SIGUSR1: expected checkpoints to save, got none; give checkpoints=…")
+            warn("SIGUSR1 ignored: fit has no checkpoints; give checkpoints=…")
 
     def warn_of_time(self, run: Run) -> None:
         """Warn once if saves take much of the time since the first of them."""
