@@ -315,6 +315,16 @@ def test_every_package_has_its_tests():
     assert folders - packages - {Path()} == set(map(Path, CROSS_PACKAGE_TESTS))
 
 
+def test_classes_have_different_names():
+    places = defaultdict(list)
+    for path in SOURCES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path)
+    # All but those of the adapters, each of which has the name that its library documents.
+    assert {name: paths for name, paths in places.items() if len(paths) > 1}.keys() == {"Trainer"}
+
+
 def test_no_vague_module_names():
     vague = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
     assert not [path for path in MODULES if path.stem in vague]
