@@ -6,13 +6,14 @@ import json
 import math
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from stepfold.writers.jsonl import csv_writer, jsonl_writer, last_step, read_rows, write_csv
+from stepfold.writers.jsonl import jsonl, last_step, read_rows, write_csv
 
 pytestmark = pytest.mark.not_optimized
 
@@ -113,7 +114,7 @@ def read_script(script):
 
 
 @settings(max_examples=30)
-@pytest.mark.parametrize("make", [csv_writer, jsonl_writer], ids=["csv", "jsonl"])
+@pytest.mark.parametrize("make", [partial(jsonl, csv=True), jsonl], ids=["csv", "jsonl"])
 @given(scripts, kills)
 def test_kills_leave_no_trace(make, script, kills):
     script = steps_of(script)
@@ -141,7 +142,7 @@ def test_a_kill_loses_only_the_row_being_written(script, budget):
     script = steps_of(script)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "metrics.jsonl")
-        reached = run(jsonl_writer, path, script, budget=budget)
+        reached = run(jsonl, path, script, budget=budget)
         rows = list(read_rows(path))
         expected = read_script(script)
         if reached is not None:
@@ -156,7 +157,7 @@ def test_a_killed_run_has_a_readable_csv(script, budget):
     script = steps_of(script)
     with tempfile.TemporaryDirectory() as folder:
         path, table = Path(folder, "metrics.jsonl"), Path(folder, "metrics.csv")
-        run(lambda path: jsonl_writer(path, csv=table), path, script, budget=budget)
+        run(lambda path: jsonl(path, csv=table), path, script, budget=budget)
         if table.exists():  # the kill came after the file was replaced, or not at all
             assert read(table) == read_script(script)
         write_csv(path, table)
