@@ -490,7 +490,7 @@ def evaluations(*names, **options):
         ({"hooks": None}, "hooks: expected functions of an event, got NoneType None"),
         (
             {"hooks": [sf.hooks.on_spike]},
-            r"got function .*; call it with its arguments, as in stop_on",
+            r"got function .*; call it with its arguments, as in on_spi",
         ),
         (
             {"hooks": [lambda step, metrics: None]},
