@@ -20,6 +20,7 @@ from tests.small import ones
 
 import stepfold as sf
 from stepfold.adapter import Trainer, TrainingArguments
+from stepfold.moved import MOVED
 
 pytestmark = pytest.mark.not_optimized
 
@@ -220,7 +221,7 @@ def raw_error(name, parameter, wrong):
     if name == "fit" and parameter not in NEED_RUN_DIR:
         arguments["run_dir"] = None  # to write the files of a run takes longer than its steps
     valid, arguments[parameter] = arguments[parameter], WRONG[wrong]
-    function = attrgetter(name)(sf)
+    function = attrgetter(MOVED.get(name, name))(sf)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import stat
+import subprocess
 import sys
 import tokenize
 
@@ -590,4 +591,4 @@ def test_a_notebook(style, tmp_path, capsys):
 
 def test_the_command_starts_without_jax():
     code = "import stepfold.rename, sys; assert not {'jax', 'numpy'} & sys.modules.keys()"
-    assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", code) == 0
+    subprocess.run([sys.executable, "-c", code], check=True)
