@@ -162,7 +162,7 @@ _HIDDEN = "#stepfold: hidden line "
 
 def _rewrite_blocks(lines: Sequence[str], blocks: Iterable[range]) -> tuple[str, list[Note]]:
     """Rewrite blocks of code among other lines, which are comments meanwhile."""
-    code, unread = [_hide(index) for index, line in enumerate(lines)], list[Note]()
+    code, unread = [_hide(index) for index in range(len(lines))], list[Note]()
     for block in blocks:
         shown = [lines[index] for index in block]
         # Lines such as `%timeit` and `!ls` of a notebook are no Python.
