@@ -54,7 +54,7 @@ def find(place):
 
 
 def test_an_import_of_an_old_name_warns_at_its_line():
-    with pytest.warns(DeprecationWarning, match="sf.stop_early is now sf.hooks") as caught:
+    with pytest.warns(DeprecationWarning, match="sf.hooks.stop_early is now sf.hooks") as caught:
         from stepfold import stop_early  # noqa: F401
     assert caught[0].filename == __file__
 
@@ -114,7 +114,7 @@ def test_an_old_keyword_is_refused_with_its_new_name(place):
     parameters = inspect.signature(find(place)).parameters
     for old, new in KEYWORDS[place].items():
         assert new in parameters
-        with pytest.raises(sf.errors.ConfigError, match=f"{old}: expected its new name, {new}=…"):
+        with pytest.raises(sf.errors.ConfigError, match=f"{old} is now {new}; write {new}=…"):
             find(place)(**{old: 3})
 
 

@@ -61,8 +61,8 @@ EARLY = {"metric": "eval/loss", "patience": 1}
         ),
         # It would never be seen, and the hook replaces the one that `fit` adds for the loss.
         (on_nonfinite, {"metric": "eval/loss"}, "metric: expected a train metric such as"),
-        (on_nonfinite, {"pattern": "train/loss"}, "pattern: expected its new name, metric=…"),
-        (on_spike, {"sigma": 3.0}, "sigma: expected its new name, deviations=…, got the"),
+        (on_nonfinite, {"pattern": "train/loss"}, "pattern is now metric; write metric=…"),
+        (on_spike, {"sigma": 3.0}, "sigma is now deviations; write deviations=…"),
         (
             stop_early,
             {**EARLY, "patience": 0},
@@ -107,7 +107,7 @@ def test_arguments_are_checked(make, options, message):
         (on_nonfinite("train/los"), "train/los.*train/loss"),
         (on_spike("train/los"), "train/los.*train/loss"),
         (stop_early("eval/los", patience=1, mode="min"), "eval/los.*eval/loss"),
-        (stop_on_corruption(), "train/corrupt: expected a metric that is measured"),
+        (stop_on_corruption(), "hooks: expected one of train/.*, got train/corrupt"),
     ],
 )
 def test_a_metric_that_is_never_measured_is_refused(hook, message):

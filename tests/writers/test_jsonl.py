@@ -358,7 +358,7 @@ def test_a_csv_without_its_json_lines_is_refused_and_left_alone(table, is_named)
     write(with_csv, table, [(10, {"a": 1})])
     lines.unlink()
     with pytest.raises(
-        sf.errors.ConfigError, match=f"expected {lines}, from .* no such file; move"
+        sf.errors.ConfigError, match=f"^jsonl: {table} is there without {lines}, .*; move"
     ):
         with_csv(table).write_scalars(20, {"a": 2})
     assert table.read_text() == "step,a\n10,1\n"

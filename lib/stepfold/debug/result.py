@@ -17,6 +17,10 @@ class Cause(NamedTuple):
         what its program computes, a `"fault"`.
       what: a sentence for people.
       since: the step after which it may have an effect.
+
+    >>> import stepfold as sf
+    >>> print(sf.debug.Cause("config", "rate 0.1 -> 0.2"))
+    config: rate 0.1 -> 0.2
     """
 
     kind: str
@@ -48,6 +52,13 @@ class RunDiff(NamedTuple):
         were compared, with `"last_row"` and `"last_checkpoint"`.
       missing: what could not be compared, and why.
       replays: how many steps were run again.
+
+    >>> import stepfold as sf
+    >>> empty = {"rows": 0, "checkpoints": 0, "leaves": 0, "last_row": 0, "last_checkpoint": 0}
+    >>> parts = (None, 0, None, (), None, {}, {}, (), (), (), empty, ())
+    >>> found = sf.debug.RunDiff(("a", "b"), (40, 40), *parts)
+    >>> found.is_equal, found.exit_code
+    (None, 2)
     """
 
     runs: tuple[str, str]

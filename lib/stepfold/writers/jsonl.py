@@ -159,9 +159,10 @@ class JsonlWriter(base.FileWriter):
     def _check_table(self, table: Path) -> None:
         _check_kind(table, b"step,")
         if table.exists() and not self._path.exists():
-            expected = f"{self._path}, from which {table} is derived"
-            advice = "move the table away, or give another path"
-            refuse("jsonl", expected, "no such file", advice)
+            raise ConfigError(
+                f"jsonl: {table} is there without {self._path}, from which it is derived; move the "
+                "table away, or give another path"
+            )
 
     def _truncate(self, file: int, last: float = math.inf) -> None:
         """Remove an incomplete last line, and those of steps after the last to keep."""
@@ -173,8 +174,8 @@ class JsonlWriter(base.FileWriter):
         if _is_lost(removed):
             left = f"the last row is of step {self._last_step}" if end else "no row is left"
             warn(
-                f"{self._path}: expected lines of metrics, got NUL bytes, as a power loss leaves "
-                f"them; they are removed, and {left}",
+                f"{self._path}: the file ended in NUL bytes, as after a power loss; they are "
+                f"removed, and {left}",
                 RuntimeWarning,
             )
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from stepfold.errors import refuse
+from stepfold.errors import ConfigError, refuse
 from stepfold.tree import describe_value
 from stepfold.writers.base import ConvertingWriter, Histogram, Value, Writer, require
 
@@ -78,12 +78,11 @@ class _RunWriter(ConvertingWriter):
 
     def _get_run(self) -> Any:
         if self._is_closed:
-            expected = "no write after close(), which finished the run"
             identity = "id" if self._package == "wandb" else "name"
-            advice = (
-                f"make another writer, with {identity}=… and resume='must' to continue this run"
+            raise ConfigError(
+                f"{self._package}: write after close(), which finished the run; make another "
+                f"writer, with {identity}=… and resume='must' to continue this run"
             )
-            refuse(self._package, expected, "one", advice)
         if self._run is None:
             self._run = import_module(self._package).init(**self._options)  # takes long
         return self._run
