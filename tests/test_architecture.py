@@ -101,7 +101,7 @@ def layer_of(part):
 
 def test_imports_point_down():
     for path in SOURCES:
-        if path in (Path("__init__.py"), Path("__main__.py"), Path("runs/__main__.py")):
+        if path in (Path("__init__.py"), Path("__main__.py"), Path("loop/__main__.py")):
             continue
         package = path.parts[0].removesuffix(".py")
         for name in imports(path):
@@ -314,6 +314,16 @@ def test_every_package_has_its_tests():
             assert (tests / f"test_{path.name}").exists(), f"no tests of {path}"
     folders = {path.relative_to(tests).parent for path in tests.rglob("test_*.py")}
     assert folders - packages - {Path()} == set(map(Path, CROSS_PACKAGE_TESTS))
+
+
+def test_classes_have_different_names():
+    places = defaultdict(list)
+    for path in SOURCES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path)
+    # All but those of the adapters, each of which has the name that its library documents.
+    assert {name: paths for name, paths in places.items() if len(paths) > 1}.keys() == {"Trainer"}
 
 
 def test_no_vague_module_names():

@@ -136,7 +136,7 @@ VALID = {
     "latest_step": lambda: {"directory": saved()},
     "load_params": lambda: {"path": exported(), "like": PARAMS, "names": None, "cast": False},
     "log_to": lambda: {"writer": sf.writers.Writer(), "every": 1, "everywhere": False},
-    "low_precision": lambda: {"tx": TX, "dtype": "bfloat16"},
+    "low_precision": lambda: {"tx": TX},
     "make_eval_step": lambda: {"loss_fn": loss_fn, "precision": None, "stateful": False},
     "make_mesh": lambda: {
         "dims": (1,), "names": ("fsdp",), "dcn_dims": None, "devices": jax.devices()[:1],

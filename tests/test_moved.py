@@ -54,7 +54,7 @@ def find(place):
 
 
 def test_an_import_of_an_old_name_warns_at_its_line():
-    with pytest.warns(DeprecationWarning, match="sf.hooks.stop_early is now sf.hooks") as caught:
+    with pytest.warns(DeprecationWarning, match="sf.stop_early is now sf.hooks") as caught:
         from stepfold import stop_early  # noqa: F401
     assert caught[0].filename == __file__
 

@@ -204,9 +204,9 @@ def test_an_error_for_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setattr("stepfold.writers.base.find_spec", lambda name: None)
     with pytest.raises(sf.errors.ConfigError, match=r"pip install 'stepfold\[tensorboard\]'"):
         tensorboard("runs")
-    with pytest.raises(sf.errors.ConfigError, match=r"wandb: expected wandb .*stepfold\[wandb\]"):
+    with pytest.raises(sf.errors.ConfigError, match=r"wandb: wandb is not .*stepfold\[wandb\]"):
         wandb()
-    with pytest.raises(sf.errors.ConfigError, match=r"trackio: expected .*stepfold\[trackio\]"):
+    with pytest.raises(sf.errors.ConfigError, match=r"trackio: trackio is .*stepfold\[trackio\]"):
         wandb(library="trackio")
     for library in ("mlflow", None):
         with pytest.raises(
