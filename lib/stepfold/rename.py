@@ -207,10 +207,10 @@ def rewrite(source: str) -> tuple[str, list[Note]]:
     >>> notes[0].text
     'sf.roll_back_on_nonfinite is now sf.hooks.on_nonfinite(action="go_back")'
     """
-    return _Program(source).rewrite() if "stepfold" in source else (source, [])
+    return _Script(source).rewrite() if "stepfold" in source else (source, [])
 
 
-class _Program:
+class _Script:
     """A program with its tokens, and with the edits of it so far."""
 
     def __init__(self, source: str) -> None:
