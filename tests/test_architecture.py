@@ -35,6 +35,7 @@ LAYERS = [
     {"object_storage"},
     {"core"},
     {"internals"},
+    {"rename"},
     {"moved"},
     {"errors"},
     {"tree", "table", "lazy", "json_files"},

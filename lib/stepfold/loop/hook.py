@@ -28,6 +28,7 @@ from stepfold.loop.events import (
     Stop,
 )
 from stepfold.loop.metrics import metric_values
+from stepfold.moved import current_hook_name
 
 EventHook = Callable[[Event], Returned]
 """A function of an event, which is short for a `Hook` without a state."""
@@ -173,7 +174,7 @@ class BaseHook:
       can_stop, goes_back, replaces_state: whether it may return a reason to stop, a `GoBack`, or a
         `Replace` or `Reweight`, as `returns` of a `Hook` says.
       needs_exact_state: `exact` of a `Hook`.
-      replaces_nonfinite_stop: whether `fit` leaves out its own `stop_on_nonfinite`.
+      replaces_nonfinite_stop: whether `fit` leaves out its own `on_nonfinite`.
       shows_progress, writes_metrics: those of a `Sink`.
       run_state: the names of attributes that are its state, with JSON values.
       state_key: the names of attributes that must be unchanged for a state to be restored.
@@ -571,6 +572,8 @@ class Hooks:
 
         States of one name match in order. What `before` has in memory alone is kept.
         """
+        names = self.names
+        saved = [(current_hook_name(name, names), state) for name, state in saved]
         known = {*self.names, "progress"}  # the default one may have given way to another
         missing = dict.fromkeys(name for name, _ in saved if name not in known)
         if missing:

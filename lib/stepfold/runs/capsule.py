@@ -47,7 +47,7 @@ class CheckpointReference(NamedTuple):
 class Capsule:
     """The step in which a metric was NaN or inf; `replay` takes it.
 
-    `fit` returns one when `stop_on_nonfinite` ends a run, and writes it to
+    `fit` returns one when `on_nonfinite` ends a run, and writes it to
     `run_dir/capsules/<step>`. A capsule that is read from there has neither `like` nor `batches`,
     and no `batch` if the batches of the run can be read again.
 
