@@ -5,17 +5,18 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import jax
 
 from stepfold.checkpoint.claims import Leases
 from stepfold.checkpoint.host_buffers import HostBuffers
 from stepfold.checkpoint.manifest import DamageError, StepMetadata, step_metadata
+from stepfold.checkpoint.policy import Policy, expendable_steps
 from stepfold.checkpoint.restore import Restored, restore_from
 from stepfold.checkpoint.results import LEASES
 from stepfold.checkpoint.steps import Best, already_exists, order_by
@@ -34,9 +35,6 @@ from stepfold.core.processes import KeyValues, agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
 from stepfold.core.validation import is_url
 from stepfold.errors import CheckpointError, refuse, warn
-
-if TYPE_CHECKING:
-    from stepfold.checkpoint.policy import Checkpoints
 
 SaveKind = Literal["permanent", "requested", "temporary"]
 
@@ -96,14 +94,17 @@ class Series(StepReader):
     (20, Array([20, 20], dtype=int32))
     """
 
-    def __init__(self, policy: "Checkpoints", path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        path: str | os.PathLike[str],
+        on_close: Callable[["Series"], None],
+    ) -> None:
         self.policy, self.store = policy, open_to_save(path)
         # A path becomes absolute; a URL stays as given.
         location = self.store.location
         self.directory = location if is_url(location) else Path(location)
-        self._ranking = policy.ranking
-        rule = Rule(policy.keep, policy.keep_every, self._ranking, policy.keep_best)
-        self._retention = Retention(self.store, rule)
+        self._retention = Retention(self.store, policy)
         self._temporary: TierStore | None = None
         if policy.temporary:
             self._temporary = open_temporary(policy.temporary, self.store)
@@ -129,8 +130,7 @@ class Series(StepReader):
                 self._temporary.clean()
             if jax.process_index() == 0:
                 self.store.clean(self._prune)
-        self._is_open = True
-        policy._open.append(self)
+        self._is_open, self._on_close = True, on_close
         # Without `close`: print the error of the last save. Threads were joined by then.
         atexit.register(self.close)
 
@@ -138,7 +138,7 @@ class Series(StepReader):
         """Wait for the pending save and close the series; idempotent."""
         if self._is_open:
             atexit.unregister(self.close)
-            self.policy._open.remove(self)
+            self._on_close(self)
             try:
                 self.wait()
                 if self._notify is None:  # `fit` checks both itself
@@ -172,7 +172,7 @@ class Series(StepReader):
 
     @property
     def ranking(self) -> Best | None:
-        return self._ranking
+        return self.policy.ranking
 
     @property
     def saving(self) -> int | None:
@@ -200,7 +200,7 @@ class Series(StepReader):
         policy, temporary = self.policy, self.policy.temporary
         if step < 1 or step == self.saved:
             return None
-        if is_scheduled(step, epoch, policy.every, policy.every_epochs):
+        if policy.due(step, epoch=epoch):
             return "permanent"
         if self._is_open and _is_late(policy.every_minutes, self._saved_at):
             return "permanent"
@@ -211,7 +211,7 @@ class Series(StepReader):
         if temporary.every == "continuous":
             is_due = self._is_continuous_due(step)
         else:
-            is_due = is_scheduled(step, None, temporary.every)
+            is_due = temporary.every is not None and step % temporary.every == 0
         is_late = partial(_is_late, temporary.every_minutes, self._any_saved_at)
         return "temporary" if is_due or is_late() else None
 
@@ -229,11 +229,8 @@ class Series(StepReader):
         return step == self._continuous_due
 
     def request(self) -> None:
-        """Request a permanent save, as `Checkpoints.request` does."""
-        self.policy.request()
-
-    def receive_request(self) -> None:
-        """Make the next `due` True, or call the function given to `on_request`."""
+        """Request a permanent save in this series, as `Checkpoints.request` does in all of them."""
+        self._check_open()
         self._is_requested = self._notify is None
         if self._notify is not None:
             self._notify()
@@ -321,8 +318,7 @@ class Series(StepReader):
         return any(step == due for due, kind in self._due.items() if kind == "temporary")
 
     def _is_scheduled(self, step: int) -> bool:
-        is_due = self._due.get(step) == "permanent"
-        return is_due or is_scheduled(step, None, self.policy.every)
+        return self._due.get(step) == "permanent" or self.policy.due(step)
 
     def _validate(self, state: Any, arguments: Mapping[str, Any]) -> StepMetadata:
         self._check_open()
@@ -511,51 +507,11 @@ def _make_room(store: Store, step: int) -> None:
         )
 
 
-class Rule(NamedTuple):
-    """Which steps to keep; the fields are those of `Checkpoints`.
-
-    >>> Rule(keep=1, keep_every=2).expendable({1: {}, 2: {}, 3: {}, 4: {}, 5: {}})
-    [1, 3]
-    """
-
-    keep: int | None
-    keep_every: int | None = None
-    best: Best | None = None
-    keep_best: int = 1
-
-    def expendable(
-        self,
-        metrics: Mapping[int, Mapping[str, object]],
-        requested: Set[int] = frozenset(),
-        *,
-        last: int | None = None,
-        held: Set[int] = frozenset(),
-        for_evaluation: Set[int] = frozenset(),
-    ) -> list[int]:
-        """List the steps to delete.
-
-        `requested` steps and the others are counted apart, so that many requests do not push a
-        scheduled step out. `last`, the step saved last, is always kept: after a rollback it may not
-        be the newest. `held` steps are kept too: an evaluation in another process needs them.
-        Steps `for_evaluation` were saved only for that, and do not count.
-        """
-        if self.keep is None:
-            return []
-        steps = sorted(metrics)
-        scheduled = [step for step in steps if step not in requested and step not in for_evaluation]
-        kept = {*scheduled[-self.keep :], *sorted(requested)[-self.keep :], last, *held}
-        if self.keep_every is not None:
-            kept |= {step for step in steps if step % self.keep_every == 0}
-        if self.best is not None:
-            kept |= set(order_by(self.best, metrics)[: self.keep_best])
-        return [step for step in steps if step not in kept]
-
-
 class Retention:
-    """Delete the steps of one store that a rule does not keep."""
+    """Delete the steps of one store that a policy does not keep."""
 
-    def __init__(self, store: Store, rule: Rule) -> None:
-        self._store, self._rule, self._leases = store, rule, Leases(store, LEASES)
+    def __init__(self, store: Store, policy: Policy) -> None:
+        self._store, self._policy, self._leases = store, policy, Leases(store, LEASES)
         # The metadata of each complete step, which is read once, without its values.
         self._known: dict[int, StepMetadata] = {}
 
@@ -565,18 +521,18 @@ class Retention:
 
     def apply(self, last: int, evaluated: Mapping[str, int] | None) -> None:
         """Delete steps once `last` is saved; `evaluated` is that of the series."""
-        if self._rule.keep is None:
+        if self._policy.keep is None:
             return
         self.forget(last)  # it may replace another
         steps = self._read_steps()
         unscheduled = {step: each for step, each in steps.items() if each.requested}
         for_evaluation = {step for step, each in unscheduled.items() if each.awaits}
         requested = unscheduled.keys() - for_evaluation
-        is_ranked = self._rule.best is not None
+        is_ranked = self._policy.best is not None
         metrics = metrics_of(self._store, steps) if is_ranked else {step: {} for step in steps}
         held = self._held_steps(steps, evaluated)
-        expendable = self._rule.expendable(
-            metrics, requested, last=last, held=held, for_evaluation=for_evaluation
+        expendable = expendable_steps(
+            self._policy, metrics, requested, last=last, held=held, for_evaluation=for_evaluation
         )
         for step in expendable:
             self._store.delete(step)
@@ -599,15 +555,6 @@ class Retention:
             if evaluated is None or evaluated.get(name, step) < step
         }
         return awaited.union(*(lease["steps"] for lease in self._leases.held()))
-
-
-def is_scheduled(
-    step: int, epoch: int | None, every: int | None, every_epochs: int | None = None
-) -> bool:
-    """Whether a schedule has a save after a step, which may have ended an epoch."""
-    by_step = every is not None and step % every == 0
-    by_epoch = bool(epoch and every_epochs and epoch % every_epochs == 0)
-    return step >= 1 and (by_step or by_epoch)
 
 
 def _is_late(minutes: float | None, since: float) -> bool:
