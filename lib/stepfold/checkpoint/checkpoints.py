@@ -4,10 +4,10 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from stepfold.checkpoint.policy import Policy
-from stepfold.checkpoint.restore import Restored, restore_from
+from stepfold.checkpoint.restore import Restored, RestoreOptions, restore_from
 from stepfold.checkpoint.series import Series, StepReader
 from stepfold.checkpoint.store import Store, open_store
 from stepfold.checkpoint.temporary import find_temporary
@@ -161,7 +161,7 @@ class Checkpoints(Policy, StepReader):
         for series in [*self._open]:
             series.request()
 
-    def restore(self, like: Any, **options: Any) -> Restored:
+    def restore(self, like: Any, **options: Unpack[RestoreOptions]) -> Restored:
         """Restore as `stepfold.restore` does.
 
         With `temporary`, the newest step and a step by its number may be a temporary one.

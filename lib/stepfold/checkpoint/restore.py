@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,24 @@ from stepfold.table import table
 
 Step = int | Literal["latest", "best"]
 Rename = Mapping[str, str] | Callable[[str], str]
+
+
+class MatchOptions(TypedDict, total=False):
+    """Which leaves to restore, and what may differ; see `match`."""
+
+    parts: Sequence[str] | None
+    rename: Rename | None
+    cast: bool
+    partial: bool
+    advice: str | Callable[[Sequence[str]], str]
+
+
+class RestoreOptions(MatchOptions, total=False):
+    """The options of `restore`, for the `restore` of a series."""
+
+    step: Step
+    best: tuple[str, str] | str | None
+    fall_back: bool
 
 
 class Restored(NamedTuple):
@@ -128,9 +146,19 @@ def restore(
     >>> restored.step, restored.data, restored.extra, restored.state.params["w"].shape
     (0, {'step': 0}, {'lr': 0.001}, (4, 2))
     """
-    options: Any = {"parts": parts, "rename": rename, "cast": cast, "partial": partial}
-    options |= {"step": step, "best": best, "fall_back": fall_back, "reads_orbax": True}
-    return restore_from([open_together(directory)], like, **options)[0]
+    restored, _ = restore_from(
+        [open_together(directory)],
+        like,
+        step=step,
+        best=best,
+        fall_back=fall_back,
+        reads_orbax=True,
+        parts=parts,
+        rename=rename,
+        cast=cast,
+        partial=partial,
+    )
+    return restored
 
 
 def restore_from(
@@ -141,13 +169,14 @@ def restore_from(
     best: tuple[str, str] | str | None = None,
     fall_back: bool = True,
     set_aside: bool = False,
-    **options: Any,
+    reads_orbax: bool = False,
+    **options: Unpack[MatchOptions],
 ) -> tuple[Restored, Store]:
     """Restore from one of several stores as `restore` does; return the store too.
 
     "latest" is the newest step of all stores, "best" the best of the first one. A step that several
-    stores have is taken from the first of them. With `set_aside`, damaged steps that were skipped
-    are renamed, once there is a good one.
+    stores have is taken from the first of them. `set_aside` renames damaged steps that were skipped,
+    once a good one was restored. `reads_orbax` also reads steps that orbax saved without stepfold.
     """
     check_flags(fall_back=fall_back)
     damaged: dict[int, list[str]] = {}
@@ -157,7 +186,7 @@ def restore_from(
     while remaining:
         tried.append(remaining.pop(0))
         number, store = tried[-1]
-        outcome, result, identity = _try_step(store, number, like, **options)
+        outcome, result, identity = _try_step(store, number, like, reads_orbax, **options)
         # All processes have to agree on the outcome before any of them continues.
         answers = KeyValues("agreement").gather([outcome, identity], "an answer")
         outcome = max(outcome for outcome, _ in answers)
@@ -191,12 +220,16 @@ _GOOD, _DELETED, _DAMAGED, _FAILED = range(4)
 
 
 def _try_step(
-    store: Store, step: int, like: Any, **options: Any
+    store: Store,
+    step: int,
+    like: Any,
+    reads_orbax: bool,
+    **options: Unpack[MatchOptions],
 ) -> tuple[int, Restored | Exception, str]:
     """Restore a step; return the outcome, the result or the error, and what identifies the save."""
     try:
         try:
-            return _GOOD, *_restore_step(store, step, like, **options)
+            return _GOOD, *_restore_step(store, step, like, reads_orbax, **options)
         except (DamageError, ForeignError) as error:
             # Another run may have deleted the step while it was read.
             return (_DAMAGED if store.has_step(step) else _DELETED), error, ""
@@ -208,9 +241,8 @@ def _restore_step(
     store: Store,
     step: int,
     like: Any,
-    parts: Sequence[str] | None = None,
-    reads_orbax: bool = False,
-    **options: Any,
+    reads_orbax: bool,
+    **options: Unpack[MatchOptions],
 ) -> tuple[Restored, str]:
     """Read the leaves that match, and keep the others from `like`; return the identity too."""
     try:
@@ -219,12 +251,10 @@ def _restore_step(
         # Next to steps of stepfold it is one of these, in the middle of its deletion.
         if not reads_orbax or not isinstance(store, DirectoryStore) or has_own_step(store):
             raise
-        return _restore_from_orbax(store, step, like, error, parts=parts, **options), ""
-    sources, not_loaded = match(
-        manifest.leaves, like, where=store.path_of(step), parts=parts, **options
-    )
+        return _restore_from_orbax(store, step, like, error, **options), ""
+    sources, not_loaded = match(manifest.leaves, like, where=store.path_of(step), **options)
     # Parts, such as the parameters for evaluation, can be restored on any number of processes.
-    needs_data = parts is None or manifest.has_position
+    needs_data = options.get("parts") is None or manifest.has_position
     data = manifest.position() if needs_data else None
     wanted = {name: leaf for name, leaf in tree.named_leaves(like) if name in sources}
     saved = {name: manifest.leaves[sources[name]] for name in wanted}
@@ -259,7 +289,11 @@ def _with_leaves(like: Any, loaded: Mapping[str, Any]) -> Any:
 
 
 def _restore_from_orbax(
-    store: DirectoryStore, step: int, like: Any, error: NoManifestError, **options: Any
+    store: DirectoryStore,
+    step: int,
+    like: Any,
+    error: NoManifestError,
+    **options: Unpack[MatchOptions],
 ) -> Restored:
     """Read a step that orbax saved without stepfold; raise the error if it did not."""
     from stepfold.checkpoint.orbax_reader import OrbaxReader  # lazy: imports orbax
@@ -400,8 +434,9 @@ def match(
 ) -> Match:
     """Find the saved leaf for each wanted leaf: all of them exactly, unless the caller opts out.
 
-    `where` and `advice` begin and end error messages. Callers without the options of `restore` give
-    a function of the paths that differ, which returns their advice.
+    `where` begins the error messages. `advice` ends them, unless all differences have one likely
+    cause. If it is a function of the paths that differ, what it returns always ends them. The other
+    options are those of `restore`.
 
     Raises:
       TreeMismatchError: with every path that does not match, or if no path matches.

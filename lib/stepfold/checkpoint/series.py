@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack, get_args
 
 import jax
 
@@ -17,7 +17,7 @@ from stepfold.checkpoint.claims import Leases
 from stepfold.checkpoint.host_buffers import HostBuffers
 from stepfold.checkpoint.manifest import DamageError, StepMetadata, step_metadata
 from stepfold.checkpoint.policy import Policy, expendable_steps
-from stepfold.checkpoint.restore import Restored, restore_from
+from stepfold.checkpoint.restore import Restored, RestoreOptions, restore_from
 from stepfold.checkpoint.results import LEASES
 from stepfold.checkpoint.steps import Best, already_exists, order_by
 from stepfold.checkpoint.store import (
@@ -33,7 +33,7 @@ from stepfold.checkpoint.tier import TierStore
 from stepfold.checkpoint.verify import damage_of, newest_complete
 from stepfold.core.processes import KeyValues, agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
-from stepfold.core.validation import is_url
+from stepfold.core.validation import is_url, read_choice
 from stepfold.errors import CheckpointError, refuse, warn
 
 SaveKind = Literal["permanent", "requested", "temporary"]
@@ -248,66 +248,97 @@ class Series(StepReader):
         data: Any = None,
         metrics: Mapping[str, Any] | None = None,
         extra: Any = None,
-        before_commit: Callable[[], None] | None = None,
-        permanent: bool = False,
-        requested: bool = False,
         kind: SaveKind | None = None,
         awaits: Sequence[str] = (),
+        before_commit: Callable[[], None] | None = None,
+        **deprecated: bool,
     ) -> None:
-        """Save a state; the arguments are those of `stepfold.save`.
+        """Save a state; `step`, `data`, `metrics` and `extra` are those of `stepfold.save`.
 
         Blocks for the previous save, and with `async_` only until the state is copied off the
         devices. Afterwards the state may be donated to a step, and numpy arrays may be modified.
-        `before_commit` is called in a background thread before the step is committed.
 
-        | the save is | if | it is in the directory of | and kept |
-        | --- | --- | --- | --- |
-        | requested | `requested=True`, and the schedule has no save here | `Checkpoints` | apart |
-        | temporary | `due` found only that due, and not `permanent=True` | `Temporary` | by that |
-        | permanent | otherwise | `Checkpoints` | by `keep` |
+        | kind of the save | in the directory of | kept |
+        | --- | --- | --- |
+        | "permanent" | `Checkpoints` | by `keep` |
+        | "requested" | `Checkpoints` | like permanent ones, but counted apart |
+        | "temporary" | `Temporary` | by the `keep` of that |
 
-        `kind` is that of `kind_due`, in place of what `due` found and of the other two.
-
-        `awaits` names evaluations that another process makes of the step, which is kept until then.
+        Args:
+          state: any tree of arrays, on any devices.
+          step: the step number; defaults to `state.step`.
+          data: the data position.
+          metrics: numbers by name.
+          extra: JSON-serializable values, with numpy arrays in them.
+          kind: the kind; None takes the kind that `due` found for this step, and "permanent" if
+            `due` found no save. A requested save at a step of the schedule is a permanent one.
+          awaits: names of evaluations that another process makes of the step, which is kept until
+            they have ended.
+          before_commit: called in a background thread before the step is committed.
+          **deprecated: `permanent=True` or `requested=True`, as in version 0.2, in place of `kind`.
 
         Raises:
           CheckpointError: if the previous save failed, this one cannot begin, or the step exists.
         """
+        kind = _read_kind(kind, deprecated)
+        if kind == "temporary" and self.policy.temporary is None:
+            refuse("kind", "Checkpoints(temporary=…) to go with it", "kind='temporary' alone")
+        if kind is None and self._is_temporary(state, step):
+            kind = "temporary"
         arguments: Any = {"step": step, "data": data, "metrics": metrics, "extra": extra}
         arguments |= {"best": self.ranking, "awaits": awaits}
-        if kind is not None:
-            permanent, requested = kind == "permanent", kind == "requested"
-        temporary = None if permanent or requested else self._temporary
-        if temporary is not None and (kind is not None or self._is_temporary(state, step)):
-            # Without an agreement: no process waits for another.
-            start = time.monotonic()
-            self._join_thread()
-            self._raise_errors(defers=jax.process_count() > 1)
-            metadata = self._validate(state, arguments)
-            self._saving, self._any_saved_at = metadata.step, time.monotonic()
-            try:
-                self._begin(temporary, state, metadata, before_commit)
-            except CheckpointError as error:
-                self._errors.append((temporary, error))
-                self._raise_errors(defers=True)
-            self._continuous.begin(time.monotonic() - start)
+        if kind == "temporary" and self._temporary is not None:
+            metadata = self._save_temporary(self._temporary, state, arguments, before_commit)
         else:
-            with agreement(f"{self.directory}: not saved"):
-                self.wait()
-                metadata = self._validate(state, arguments)
-                requested = requested or self._due.get(metadata.step) == "requested"
-                requested = requested and not self._is_scheduled(metadata.step)
-            self._is_requested = False
-            metadata = metadata._replace(requested=requested)
-            _make_room(self.store, metadata.step)
-            self._begin(self.store, state, metadata, before_commit)
-            self.saved, self._saved_at = metadata.step, self._any_saved_at
+            metadata = self._save_permanent(kind, state, arguments, before_commit)
         if self.ranking is not None and metadata.metrics:
             has_metric = self.ranking[0] in metadata.metrics
             self._has_ranked_metric = self._has_ranked_metric or has_metric
         self._due = {step: due for step, due in self._due.items() if step > metadata.step}
         if not self.policy.async_:
             self.wait()
+
+    def _save_permanent(
+        self,
+        kind: SaveKind | None,
+        state: Any,
+        arguments: Mapping[str, Any],
+        before_commit: Callable[[], None] | None,
+    ) -> StepMetadata:
+        """Begin a save in the directory of the series; all processes agree on it."""
+        with agreement(f"{self.directory}: not saved"):
+            self.wait()
+            metadata = self._validate(state, arguments)
+            found = self._due.get(metadata.step)
+            is_scheduled = found == "permanent" or self.policy.due(metadata.step)
+            is_requested = (found if kind is None else kind) == "requested" and not is_scheduled
+        self._is_requested = False
+        metadata = metadata._replace(requested=is_requested)
+        _make_room(self.store, metadata.step)
+        self._begin(self.store, state, metadata, before_commit)
+        self.saved, self._saved_at = metadata.step, self._any_saved_at
+        return metadata
+
+    def _save_temporary(
+        self,
+        store: TierStore,
+        state: Any,
+        arguments: Mapping[str, Any],
+        before_commit: Callable[[], None] | None,
+    ) -> StepMetadata:
+        """Begin a save in the temporary directory; no process waits for another."""
+        start = time.monotonic()
+        self._join_thread()
+        self._raise_errors(defers=jax.process_count() > 1)
+        metadata = self._validate(state, arguments)
+        self._saving, self._any_saved_at = metadata.step, time.monotonic()
+        try:
+            self._begin(store, state, metadata, before_commit)
+        except CheckpointError as error:
+            self._errors.append((store, error))
+            self._raise_errors(defers=True)
+        self._continuous.begin(time.monotonic() - start)
+        return metadata
 
     def _is_temporary(self, state: Any, step: Any) -> bool:
         """Whether `due` found a temporary save due at this step."""
@@ -316,9 +347,6 @@ class Series(StepReader):
         check_not_donated(state)
         step = getattr(state, "step", None) if step is None else step
         return any(step == due for due, kind in self._due.items() if kind == "temporary")
-
-    def _is_scheduled(self, step: int) -> bool:
-        return self._due.get(step) == "permanent" or self.policy.due(step)
 
     def _validate(self, state: Any, arguments: Mapping[str, Any]) -> StepMetadata:
         self._check_open()
@@ -455,15 +483,15 @@ class Series(StepReader):
             warn(f"{temporary.location}: {text}", RuntimeWarning)
         return False
 
-    def restore(self, like: Any, **options: Any) -> Restored:
+    def restore(self, like: Any, **options: Unpack[RestoreOptions]) -> Restored:
         """Wait for the pending save, then restore as `Checkpoints.restore` does.
 
         While the series is open, damaged steps that are skipped are renamed to `12.damaged`, so
         that their numbers can be saved again.
         """
         self.wait()
-        options |= {"set_aside": self._is_open}  # after closing, it only reads
-        restored, store = restore_from(self._stores(), like, **options)
+        sets_aside = self._is_open  # after closing, it only reads
+        restored, store = restore_from(self._stores(), like, set_aside=sets_aside, **options)
         self.restored_temporary = store is not self.store
         if self._temporary is not None and options.get("step", "latest") == "latest":
             self._warn_of_incomplete(self._temporary, restored.step)
@@ -486,6 +514,17 @@ class Series(StepReader):
         if not self._is_open:
             expected, advice = "an open series", "use a `with` block or open"
             refuse(self.directory, expected, "a closed one", advice, kind=CheckpointError)
+
+
+def _read_kind(kind: Any, deprecated: Mapping[str, bool]) -> SaveKind | None:
+    """Validate the kind of a save; in version 0.2 it was `permanent=True` or `requested=True`."""
+    for name, value in deprecated.items():
+        if name not in ("permanent", "requested"):
+            raise TypeError(f"save() got an unexpected keyword argument {name!r}")
+        new = f"kind={name!r}" if value else ""
+        warn(f"save({name}={value}) is now save({new})", DeprecationWarning)
+        kind = name if value else kind
+    return None if kind is None else read_choice("kind", kind, get_args(SaveKind))
 
 
 def _make_room(store: Store, step: int) -> None:
