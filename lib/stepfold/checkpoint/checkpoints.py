@@ -37,11 +37,11 @@ def save(
         storage, a URL such as `s3://bucket/run` (see `Checkpoints`).
       state: any tree of arrays, on any devices.
       step: the step number; defaults to `state.step`.
-      data: the data position, or the batches themselves, whose `get_state` is called. It may hold
-        anything that `extra` may; each process saves its own.
-      metrics: numbers by name, one of which may rank the steps.
-      extra: JSON-serializable values, such as arguments or versions, with numpy arrays anywhere in
-        their dicts and lists, such as a replay buffer. Process 0 saves it. Arrays are copied here,
+      data: the data position, or the batches, whose `get_state` returns it. It may hold the same
+        values as `extra`. Each process saves its own.
+      metrics: numbers by name. `step="best"` and `Checkpoints(best=…)` rank steps by one of them.
+      extra: JSON-serializable values, such as arguments or versions. Their dicts and lists may hold
+        numpy arrays, such as a replay buffer. Process 0 saves it. Arrays are copied at the call,
         written in the background, and verified against their checksums like the state.
 
     Raises:
@@ -67,12 +67,12 @@ class Checkpoints(Policy, StepReader):
     """When to save a series of checkpoints in one directory, and which steps to keep.
 
     It does nothing on disk until it is opened: by `fit`, by a `with` block, or by `open`. Each
-    opening gives a new `Series`, which saves.
+    opening returns a new `Series`, which has `save`.
 
-    A step is complete or absent, in object storage too. Credentials come from the environment or a
-    profile, as tensorstore finds them, and `s3://bucket/run?endpoint=https://host` names another
-    server. A request that fails is repeated for about one minute, and one without an answer fails
-    after five. What a killed run leaves there is deleted once it is a day old.
+    Saves are atomic, in object storage too. tensorstore finds the credentials in the environment or
+    in a profile. `s3://bucket/run?endpoint=https://host` selects another server. Failed requests
+    are retried for about one minute, and a request without an answer fails after five. Leftovers of
+    killed runs are deleted once they are a day old.
 
     Attributes:
       directory: the directory of the series, or a URL such as `s3://bucket/run` or
@@ -81,10 +81,10 @@ class Checkpoints(Policy, StepReader):
       every_epochs: epochs between checkpoints.
       every_minutes: minutes between checkpoints; `fit` checks it at log points, and where it
         evaluates or ends an epoch.
-      keep: number of latest checkpoints to keep; None keeps all. Those that were requested, or
-        saved because they were the best so far, are counted apart: as many of them are kept. A step
-        that waits for an evaluation in another process is always kept. One that was saved only for
-        that is deleted at the next save, or at the end, once its result was read.
+      keep: number of latest checkpoints to keep; None keeps all. Checkpoints that were requested,
+        or saved because they were the best so far, are counted apart, with the same limit. A step
+        that awaits an evaluation in another process is always kept. A step saved only for such an
+        evaluation is deleted after its result was read, at the next save or at the end.
       keep_every: keep every step that is a multiple of this number permanently.
       best: the metric that ranks checkpoints, such as `eval/loss`; the best ones are kept as well.
         `fit` also saves after each evaluation that improves it, between scheduled saves too. A
@@ -93,7 +93,7 @@ class Checkpoints(Policy, StepReader):
         the metric, such as "min" for a loss and "max" for an accuracy, and raises if the name
         leaves a doubt.
       keep_best: number of best checkpoints to keep.
-      at_start: whether `fit` saves before the first step too, so that a run can go back to there.
+      at_start: whether `fit` also saves before the first step, so that a run can go back to it.
       async_: whether to write in a background thread. A save then blocks only for the copy off the
         device and for the previous save. On CPU, that copy stays in memory for the next save.
       temporary: a second directory for more frequent saves, `Temporary(directory, every=…)`.
@@ -108,7 +108,7 @@ class Checkpoints(Policy, StepReader):
     {40: [], 50: []}
     """
 
-    # The open series, so that a request reaches them, and those that `with` opened.
+    # The open series, which a request reaches, and those that a `with` block closes.
     _open: list[Series] = field(default_factory=list, init=False, repr=False, compare=False)
     _entered: list[Series] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -140,12 +140,12 @@ class Checkpoints(Policy, StepReader):
     def request(self) -> None:
         """Request a permanent save, in a hook, another thread or a signal handler.
 
-        `fit` saves after the step or call that is running, and continues. With several processes, a
-        request in one of them saves in all, at the same step, within about half a second or two
-        steps. In a loop of your own, `Series.due` is True until the next permanent save; there, all
-        processes request it before the same step.
+        `fit` saves after the current step, or call of several steps, and continues. With several
+        processes, a request in one of them saves in all, at the same step, within about half a
+        second or two steps. In your own loop, `Series.due` is True until the next permanent save;
+        there, all processes have to request it before the same step.
 
-        It reaches every series that is open. Without one, it raises a `CheckpointError`.
+        The request reaches every open series. If none is open, it raises a `CheckpointError`.
 
         >>> import jax.numpy as jnp, stepfold as sf, tempfile
         >>> checkpoints = sf.Checkpoints(tempfile.mkdtemp(), every=1000)
@@ -177,8 +177,8 @@ class Checkpoints(Policy, StepReader):
     def clean(self) -> list[str]:
         """Rename damaged steps to `12.damaged`, and delete what killed runs left behind.
 
-        Every value of every step is compared with its checksum. Returns the new names. With several
-        processes, one of them calls this.
+        Compares every value of every step with its checksum, and returns the new names. With
+        several processes, only one of them calls this.
 
         >>> import jax.numpy as jnp, pathlib, stepfold as sf, tempfile
         >>> folder = tempfile.mkdtemp()

@@ -108,8 +108,8 @@ def restore(
     with "best" the next best one, with a warning. With a number as the `step`, or with
     `fall_back=False`, a damaged step raises an error.
 
-    Nothing is written: a step that seems damaged may still be on its way here. A save of the same
-    number, a resume by `fit` and `Checkpoints.clean` rename a damaged step to `12.damaged`.
+    Nothing is written, since a step that seems damaged may be a copy in progress. A save of the
+    same number, a resume by `fit` and `Checkpoints.clean` rename a damaged step to `12.damaged`.
 
     With several processes, all of them call this. They restore the same step.
 
@@ -119,7 +119,8 @@ def restore(
         of its counterpart in `like`. The mesh may differ from the one at save time.
       step: "latest", "best", or a number.
       best: the metric that ranks steps for `step="best"`, or (metric, "min" or "max"). None uses
-        the one recorded at save time. Without a mode, it is the recorded one or that of the name.
+        the metric and the mode recorded at save time. A metric without a mode uses the recorded
+        mode, or else takes it from its name, such as "min" for a loss.
       parts: regular expressions of paths, such as `("params",)`: restore only these paths, and keep
         the rest of `like`. Each has to match a path.
       rename: saved paths to new paths, of leaves or branches, such as
@@ -175,7 +176,7 @@ def restore_from(
     """Restore from one of several stores as `restore` does; return the store too.
 
     "latest" is the newest step of all stores, "best" the best of the first one. A step that several
-    stores have is taken from the first of them. `set_aside` renames damaged steps that were skipped,
+    stores have is taken from the first of them. `set_aside` renames damaged steps that are skipped,
     once a good one was restored. `reads_orbax` also reads steps that orbax saved without stepfold.
     """
     check_flags(fall_back=fall_back)
@@ -248,7 +249,7 @@ def _restore_step(
     try:
         manifest = store.read_manifest(step)
     except NoManifestError as error:
-        # Next to steps of stepfold it is one of these, in the middle of its deletion.
+        # Next to steps of stepfold, it is one of them that is being deleted.
         if not reads_orbax or not isinstance(store, DirectoryStore) or has_own_step(store):
             raise
         return _restore_from_orbax(store, step, like, error, **options), ""
@@ -263,7 +264,7 @@ def _restore_step(
     def read(name: str) -> dict[Region, np.ndarray]:
         return reader.parts(sources[name], regions_of(name, saved[name], wanted[name]))
 
-    # Read in threads, but made in this one: jax's contexts, such as a default device, are
+    # Threads read, but this one makes the leaves: jax's contexts, such as a default device, are
     # thread-local.
     loaded = {
         name: make_leaf(name, saved[name], wanted[name], arrays)
@@ -465,7 +466,7 @@ def match(
     if not sources and (wanted or old_names):
         advice = f"saved are {_some(saved)}, wanted {_some(wanted)}, parts {parts}"
         refuse(where, "paths to load", "none that fits", advice, kind=TreeMismatchError)
-    # A branch without leaves, such as the model state of a stateless model, is a part too.
+    # A part may be a branch without leaves, such as the model state of a stateless model.
     branches = jax.tree_util.tree_leaves_with_path(like, is_leaf=lambda x: not jax.tree.leaves(x))
     names = [*old_names, *(tree.path_name(path) for path, _ in branches)]
     for part, pattern in patterns.items():
@@ -552,7 +553,7 @@ def _specific_advice(differences: _Differences, *, may_rename: bool) -> str | No
         return "; only dtypes differ: cast=True converts them"
     old = {have: name for name, have, want in differences if have and not want}
     new = {want: name for name, have, want in differences if want and not have}
-    # Every leaf has another description, so that each has one counterpart.
+    # If no two of the leaves have the same description, each has one counterpart.
     if may_rename and old.keys() == new.keys() and len(old) + len(new) == len(differences):
         rename = {name: new[leaf] for leaf, name in old.items()}
         return f"; if they were renamed, give rename={rename}"

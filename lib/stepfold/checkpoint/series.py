@@ -40,7 +40,7 @@ SaveKind = Literal["permanent", "requested", "temporary"]
 
 
 class StepReader:
-    """What one can read of a series, open or not: the base of `Checkpoints` and `Series`."""
+    """Queries of a series, open or not: the base of `Checkpoints` and `Series`."""
 
     @property
     def ranking(self) -> Best | None:
@@ -72,18 +72,18 @@ class StepReader:
 class Series(StepReader):
     """A series of checkpoints that is open, as `with Checkpoints(…) as series` gives it.
 
-    Leave the `with` block, or call `close`: it waits for the pending save and raises its error. A
-    save that is pending when the interpreter exits cannot be finished. It leaves nothing, and its
-    error is printed to stderr. After that, a series can still be read.
+    Leave the `with` block, or call `close`: it waits for the pending save and raises its error. If
+    the interpreter exits before, the pending save leaves nothing on disk, and its error is printed
+    to stderr. A closed series can still be read.
 
     Attributes:
       policy: the `Checkpoints` that opened it.
       directory: the directory of the series, or its URL.
       store: the store of the permanent steps.
-      saved: the step that was saved last since the series was opened; a permanent one.
-      restored_temporary: whether the step that was restored last is a temporary one.
-      evaluated: the last step of each evaluation in another process whose result the run has read.
-        Later steps that await the evaluation are kept. None keeps all that await one.
+      saved: the last permanent step that was saved since the series was opened.
+      restored_temporary: whether the last restored step is a temporary one.
+      evaluated: for each evaluation in another process, the last step whose result the run has
+        read. Later steps that await the evaluation are kept. None keeps all steps that await one.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> with sf.Checkpoints(tempfile.mkdtemp(), every=10) as series:
@@ -131,7 +131,7 @@ class Series(StepReader):
             if jax.process_index() == 0:
                 self.store.clean(self._prune)
         self._is_open, self._on_close = True, on_close
-        # Without `close`: print the error of the last save. Threads were joined by then.
+        # If `close` is never called, print the error of the last save at exit, which joins threads.
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -216,13 +216,13 @@ class Series(StepReader):
         return "temporary" if is_due or is_late() else None
 
     def _is_continuous_due(self, step: int) -> bool:
-        """Return whether a save is due that follows another; collective at some of the steps."""
+        """Return whether a continuous save is due; collective at some of the steps."""
         saves = self._continuous
         if step >= saves.next_step:
             is_saving = self.saving is not None
             values = [saves.is_due(step, is_saving=is_saving), is_saving, saves.next_step]
             gathered = KeyValues("continuous").gather(values, "an answer")
-            # By the clock of process 0, once the last save has ended in all of them.
+            # By the clock of process 0, once the last save has ended in all processes.
             saves.next_step = gathered[0][2]
             is_due = gathered[0][0] and not any(is_saving for _, is_saving, _ in gathered)
             self._continuous_due = step if is_due else 0
@@ -394,9 +394,9 @@ class Series(StepReader):
         self._raise_errors()
 
     def wait_together(self) -> None:
-        """Do the same, and raise in all processes if it raises in one; collective.
+        """Wait as `wait` does, but raise in all processes if one of them fails; collective.
 
-        Process 0 alone may fail after the commit, as where old steps are deleted.
+        After the commit, process 0 alone may fail, for example when it deletes old steps.
         """
         with agreement(f"{self.directory}: not saved"):
             self.wait()
@@ -407,10 +407,11 @@ class Series(StepReader):
             self._thread = None
 
     def _raise_errors(self, *, defers: bool = False) -> None:
-        """Raise the error of a save; of temporary saves, warn of the first since the last success.
+        """Raise the errors of the saves that have ended.
 
-        An error of the system in a temporary save does not end the run. With `defers`, other errors
-        are raised later, where all processes agree on them.
+        A `CheckpointError` of a temporary save does not end the run: the first since the last
+        success is a warning. With `defers`, other errors are kept for a later call, at which all
+        processes agree on them.
         """
         errors, self._errors = self._errors, []
         for store, error in errors:
@@ -442,7 +443,7 @@ class Series(StepReader):
                 self._retention.forget(step)
 
     def prune(self) -> None:
-        """Delete the steps that are not kept, if evaluations have ended since the last save."""
+        """Delete steps that are no longer kept, since evaluations may have ended after the save."""
         self.wait()
         steps = self.store.steps() if jax.process_index() == 0 else []
         if steps:
@@ -469,8 +470,8 @@ class Series(StepReader):
     def has_checkpoint(self) -> bool:
         """Return whether stepfold has saved a step here, even if all permanent ones are damaged.
 
-        With several processes, one of them calls this. Temporary steps count if one of them is
-        good. Otherwise they are set aside, with a warning.
+        With several processes, only one of them calls this. Temporary steps count if one of them is
+        good. If all are damaged, they are set aside, with a warning.
         """
         temporary = self._temporary
         if has_own_step(self.store) or temporary is None:
@@ -555,14 +556,14 @@ class Retention:
         self._known: dict[int, StepMetadata] = {}
 
     def forget(self, step: int) -> None:
-        """Read a step again, since it has changed."""
+        """Forget the metadata of a step that has changed."""
         self._known.pop(step, None)
 
     def apply(self, last: int, evaluated: Mapping[str, int] | None) -> None:
         """Delete steps once `last` is saved; `evaluated` is that of the series."""
         if self._policy.keep is None:
             return
-        self.forget(last)  # it may replace another
+        self.forget(last)  # it may replace an earlier save of the step
         steps = self._read_steps()
         unscheduled = {step: each for step, each in steps.items() if each.requested}
         for_evaluation = {step for step, each in unscheduled.items() if each.awaits}
