@@ -155,9 +155,10 @@ class Checkpoints(Policy, StepReader):
         True
         """
         if not self._open:
-            advice = "request a save while fit runs, or in a `with` block"
-            expected = "an open series to save in"
-            refuse(self.directory, expected, "none", advice, kind=CheckpointError)
+            raise CheckpointError(
+                "Checkpoints.request: no series is open; request a save while fit runs, or in a "
+                "`with` block"
+            )
         for series in [*self._open]:
             series.request()
 
@@ -207,8 +208,9 @@ class Checkpoints(Policy, StepReader):
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("_") or not hasattr(Series, name):
                 raise AttributeError(f"'Checkpoints' object has no attribute {name!r}")
-            got, advice = "one that is not open", "use a `with` block or open"
-            refuse(name, "an open series", got, advice, kind=_NotOpenError)
+            raise _NotOpenError(
+                f"Checkpoints.{name} needs an open series; use a `with` block or open"
+            )
 
 
 class _NotOpenError(StepfoldError, AttributeError):

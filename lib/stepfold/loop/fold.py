@@ -21,7 +21,7 @@ import jax
 
 from stepfold.core.processes import KeyValues, Position, agreement, broadcast_from_first
 from stepfold.data.epochs import size_at
-from stepfold.errors import DataError, refuse, warn
+from stepfold.errors import ConfigError, DataError, refuse, warn
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.events import Event, EventMetrics, HookRequest, Replace, Reweight, Stop
 from stepfold.loop.feed import BatchFeed, batch_sizes
@@ -77,8 +77,9 @@ class Part(Protocol):
     the run itself. With several processes, all of them do the same parts at the same steps.
 
     `fit` takes parts among its hooks. It does them after the evaluations and the end of an epoch,
-    and before a save. They may also have `open(run)`, called before the first step, and `close()`.
-    Both are called again if the run goes back.
+    and before a save; once a signal came, those that are due when the run resumes. They may also
+    have `open(run)`, called before the first step, and `close()`. Both are called again if the run
+    goes back.
 
     >>> import math, jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> class Halve:
@@ -180,8 +181,8 @@ def next_due(run: Run, setup: Setup) -> float:
         due.append(setup.late.next(run))
     for part in setup.parts:
         if (following := part.next(run)) <= step:
-            expected = f"next(run) to be a step after {step}"
-            refuse(f"the part {part.name!r}", expected, repr(following), "return math.inf for none")
+            argument, expected = f"part {part.name!r}: next(run)", f"a step after {step}"
+            refuse(argument, expected, repr(following), "return math.inf for none")
         due.append(following)
     return min(due)
 
@@ -298,10 +299,11 @@ def visit(run: Run, setup: Setup) -> Runs:
     late = setup.late
     while late is not None and late.is_due(run) and (shown := late.take(run, setup)) is not run:
         yield (run := shown)
-    if run.step != run.total and (run.end is None or run.is_at_start):
+    if run.step != run.total and run.end is None:
         run = yield from end_epoch(run, setup)
     for part in setup.parts:
-        run = yield from _call_part(part, run, setup.inbox)
+        if not run.is_interrupted:  # or it would come before an evaluation that is cut
+            run = yield from _call_part(part, run, setup.inbox)
     return (yield from save(run, setup))
 
 
@@ -413,9 +415,10 @@ def _call_part(part: Part, run: Run, inbox: Inbox) -> Runs:
             break
         yield (run := changed)
         if (times := times + 1) == _TOO_OFTEN:
-            expected = f"is_due(run) to become False once it is done after step {run.step}"
-            advice = "note in the run or in the part that it is done"
-            refuse(f"the part {part.name!r}", expected, f"True {times} times", advice)
+            raise ConfigError(
+                f"part {part.name!r} is always due: is_due(run) was True {times} times after step "
+                f"{run.step}; note in the run or in the part that it is done"
+            )
     return run
 
 
@@ -507,8 +510,8 @@ def _replace(run: Run, setup: Setup, request: Replace | Reweight, at: int) -> Ru
     if setup.saves.has_saved(run):
         if run.end is None:
             warn(
-                f"step {run.step}: expected to replace the state before it is saved, got a "
-                f"request after that, which has no effect: {request.why}"
+                f"step {run.step}: {type(request).__name__} ignored, since the step is already "
+                f"saved: {request.why}"
             )
         return run
     if isinstance(request, Reweight):

@@ -38,7 +38,8 @@ class Saves:
     """The checkpoints of a run; without a series, it has none.
 
     `describe` returns what a checkpoint holds next to the state, and `awaits` the evaluations that
-    another process makes of the step of a run.
+    another process makes of the step of a run. `stopped` is what the restored checkpoint holds, if
+    the run has yet to stop there.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class Saves:
         evaluations: Sequence[Evaluation],
         describe: Callable[[Run], dict[str, Any]],
         awaits: Callable[[Run], Sequence[str]],
+        stopped: Mapping[str, Any] | None = None,
     ) -> None:
         self._series, self._find_target = series, find_target
         self._plan, self._feed, self._hooks = plan, feed, hooks
         self._inbox, self._evaluations = inbox, evaluations
-        self._describe, self._awaits = describe, awaits
+        self._describe, self._awaits, self._stopped = describe, awaits, stopped
         self._has_warned = self._has_warned_of_time = False
         # The step, time, seconds in saves and their number, after the first save.
         self._first: tuple[int, float, float, int] | None = None
@@ -161,6 +163,7 @@ class Saves:
             return run if run.unsaved else run._replace(unsaved="a parameter is NaN")
         metrics = run.logged_metrics if run.logged_step == run.step else {}
         extra = self._describe(run if has_user_code else run._replace(hook_states=()))
+        self._stopped = None if run.requests.to_checkpoint() is None else extra
         if due.kind == "metadata":  # add to the checkpoint that the run resumed from
             self._hooks.flush()
             series.add_later(run.step, metrics=metrics, extra=extra)
@@ -180,7 +183,10 @@ class Saves:
 
     def describe_end(self, run: Run) -> dict[str, Any]:
         """Return what the checkpoint of a run that stopped early holds: a later one continues."""
-        return {} if self._series is None else self._describe(run.without(Kind.STOP))
+        if self._series is None:
+            return {}
+        extra = self._stopped or self._describe(run)
+        return {**extra, "fit": {**extra["fit"], "stop": None}}
 
     def add_end(self, run: Run, ended: Run, extra: Mapping[str, Any]) -> None:
         """Add to the checkpoint of a run that stopped early what its end has measured.
@@ -188,7 +194,7 @@ class Saves:
         `extra` is what `describe_end` returned before the end.
         """
         series, rank = self._series, self._rank(ended)
-        has_news = run.requests.to_checkpoint() is not None or rank != self._rank(run)
+        has_news = self._stopped is not None or rank != self._rank(run)
         has_news = has_news and not ended.requests.has(Kind.CORRUPTION)
         if series is not None and has_news and run.step in (series.saved, run.resumed):
             self._hooks.flush()
@@ -224,7 +230,7 @@ class Saves:
         """Warn once of a request to save if there are no checkpoints."""
         if self._series is None and not self._has_warned:
             self._has_warned = True
-            warn("SIGUSR1: expected checkpoints to save, got none; give checkpoints=…")
+            warn("SIGUSR1 ignored: fit has no checkpoints; give checkpoints=…")
 
     def warn_of_time(self, run: Run) -> None:
         """Warn once if saves take much of the time since the first of them."""

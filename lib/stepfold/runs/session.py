@@ -3,7 +3,7 @@
 A resume only describes that state if it is given as a function.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,6 +54,7 @@ class Session:
       capsule: of the step in which a NaN or inf ended the run, once it is taken.
       was_over: whether there was nothing left to do where this call last continued the run: all
         steps were done, or a hook had stopped it for a reason that its state still gives.
+      stopped: what the checkpoint holds from which it continues, if the run has yet to stop there.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Session:
         self.on_open: Callable[[], None] | None = None
         self.capsule: Capsule | None = None
         self.was_over = False
+        self.stopped: Mapping[str, Any] | None = None
         state, step, hyperparams, self._make_state = initial
         self.run = Run.start(state, step, feed.first_used, total, hyperparams)
         self.rollbacks = None
@@ -150,6 +152,7 @@ class Session:
             here,
             self.describe,
             (lambda _: ()) if late is None else late.awaits,
+            self.stopped,
         )
         return Setup(
             plan, self.runner, self.feed, self.hooks, self.inbox, saves, here, late, self.parts
