@@ -262,7 +262,7 @@ def _restore_step(
     reader = store.open_arrays(step, manifest)
 
     def read(name: str) -> dict[Region, np.ndarray]:
-        return reader.parts(sources[name], regions_of(name, saved[name], wanted[name]))
+        return reader.read_regions(sources[name], regions_of(name, saved[name], wanted[name]))
 
     # Threads read, but this one makes the leaves: jax's contexts, such as a default device, are
     # thread-local.
