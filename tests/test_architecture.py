@@ -254,8 +254,8 @@ def test_imports_form_no_cycle():
 @pytest.mark.parametrize(
     "package",
     [
-        *("adapter", "cluster", "core", "data", "debug", "hooks", "inspect", "loop", "optim"),
-        *("runs", "sharding", "writers"),
+        *("adapter", "checkpoint", "cluster", "core", "data", "debug", "hooks", "inspect", "loop"),
+        *("optim", "runs", "sharding", "writers"),
     ],
 )
 def test_imports_form_no_cycle_even_for_types(package):

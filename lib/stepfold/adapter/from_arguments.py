@@ -31,7 +31,7 @@ from stepfold.adapter.optimizers import (
 )
 from stepfold.adapter.sizes import Sizes, check_within
 from stepfold.adapter.validation import check_functions
-from stepfold.checkpoint.policy import Checkpoints
+from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.cluster.distributed import Distributed, start_distributed
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.precision import Precision, dynamic_loss_scale

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.checkpoint.leaves import check_values
-from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.validation import read_instance, read_integer, spell_call, suggest, takes
 from stepfold.errors import refuse, warn
 from stepfold.hooks.stop import on_nonfinite

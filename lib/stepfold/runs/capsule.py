@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
+from stepfold.checkpoint.checkpoints import save
 from stepfold.checkpoint.leaves import from_json, is_key, to_json
 from stepfold.checkpoint.manifest import DamageError, ForeignError, read_checked, write_checked
-from stepfold.checkpoint.policy import save
 from stepfold.checkpoint.steps import sync
 from stepfold.checkpoint.store import complete_steps, open_store
 from stepfold.core.transfers import allow_transfers

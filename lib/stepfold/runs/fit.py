@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
 
-from stepfold.checkpoint.policy import Checkpoints
+from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.core.state import is_available
 from stepfold.core.validation import as_integer
 from stepfold.errors import refuse, warn
