@@ -209,10 +209,6 @@ OWN = {
     "eval_step", "loss_fn", "hook", "init", "key", "grad", "sharding", "source", "sources",
 }  # fmt: skip
 FUNCTIONS = {"names", "rules", "rename", "remat"}  # called: a wrong one raises its own error
-MODULES = (
-    *(sf, sf.checkpoint, sf.data, sf.debug, sf.hooks, sf.inspect, sf.optim, sf.sharding),
-    sf.writers,
-)
 NEED_RUN_DIR = {"run_dir", "checkpoints", "resume"}
 SLOW = {"compile_step", "describe", "evaluate"}  # flags only
 
@@ -223,7 +219,7 @@ def raw_error(name, parameter, wrong):
     if name == "fit" and parameter not in NEED_RUN_DIR:
         arguments["run_dir"] = None  # to write the files of a run takes longer than its steps
     valid, arguments[parameter] = arguments[parameter], WRONG[wrong]
-    function = next(getattr(m, name) for m in MODULES if name in m.__all__)
+    function = attrgetter(MOVED.get(name, name))(sf)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
