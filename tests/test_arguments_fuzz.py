@@ -8,6 +8,7 @@ import os
 import tempfile
 import warnings
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 
 import jax
