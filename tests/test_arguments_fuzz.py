@@ -20,6 +20,7 @@ from tests.small import ones
 
 import stepfold as sf
 from stepfold.adapter import Trainer, TrainingArguments
+from stepfold.moved import MOVED
 
 pytestmark = pytest.mark.not_optimized
 
