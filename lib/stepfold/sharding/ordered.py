@@ -132,7 +132,7 @@ def _device_gradients(
             return lax.optimization_barrier((params, block, block_key, model_state))
 
         def forward(i: Any) -> Any:
-            return jax.tree.map(_barrier, objective(*arguments(i))[0])
+            return jax.tree.map(barrier, objective(*arguments(i))[0])
 
         def backward(i: Any) -> Any:
             params, *inputs = arguments(i)
@@ -144,22 +144,22 @@ def _device_gradients(
                 return share_of(aux[0], totals), aux
 
             grads, (*reports, new_state) = differentiate(share, params, stateful)
-            return _barrier((_widen((grads, new_state)), reports))
+            return barrier((_widen((grads, new_state)), reports))
 
         def merge(stacked: Any) -> Any:
             if sizes:
                 gather = lambda x: lax.all_gather(x, tuple(sizes), tiled=True)
                 stacked = jax.tree.map(gather, stacked)
-            return jax.tree.map(_barrier, merged(jax.tree.map(_barrier, stacked)))
+            return jax.tree.map(barrier, merged(jax.tree.map(barrier, stacked)))
 
-        batch_terms = merge(_map(forward, local_blocks))
+        batch_terms = merge(map_in_order(forward, local_blocks))
         like = _widen((params, model_state))
         (grads, new_state), reports = _sum_blocks(backward, local_blocks, like)
         grads = jax.tree.map(lambda g, spec: _sum_leaf(g, spec, sizes), grads, specs)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         merge_state = lambda x, old: _merge_state(x, old.dtype, sizes, blocks)
         new_state = jax.tree.map(merge_state, new_state, model_state)
-        return _barrier((grads, *merge(reports), new_state))
+        return barrier((grads, *merge(reports), new_state))
 
     return sum_over_devices
 
@@ -177,7 +177,7 @@ def ordered_norm(
     4.0
     """
     sizes = _axis_sizes(mesh, blocks, axes)
-    leaves = [_barrier(jnp.asarray(leaf)) for leaf in jax.tree.leaves(grads)]
+    leaves = [barrier(jnp.asarray(leaf)) for leaf in jax.tree.leaves(grads)]
     if not leaves:
         return jnp.zeros(())
     dims = [_longest_dim(leaf.shape, blocks) for leaf in leaves]
@@ -190,17 +190,17 @@ def ordered_norm(
 
     def square_sum(piece: jax.Array) -> Any:
         piece = lax.optimization_barrier(piece)
-        return _barrier(jnp.square(jnp.abs(_widen(piece))).sum())
+        return barrier(jnp.square(jnp.abs(_widen(piece))).sum())
 
     def square_sums(leaf: jax.Array) -> Any:
-        return _map(lambda i: square_sum(leaf[i]), len(leaf))
+        return map_in_order(lambda i: square_sum(leaf[i]), len(leaf))
 
     def over_devices(cut: list[jax.Array], uncut: list[jax.Array]) -> jax.Array:
         sums = [square_sums(leaf) for leaf in cut]
         if sizes and sums:
             sums = [*lax.all_gather(jnp.stack(sums), tuple(sizes), axis=1, tiled=True)]
         sums += [lax.map(square_sum, leaf) for leaf in uncut]
-        total: jax.Array = _barrier(jnp.concatenate(sums)).sum()
+        total: jax.Array = barrier(jnp.concatenate(sums)).sum()
         return jnp.sqrt(total)
 
     specs = PartitionSpec(tuple(sizes)), _REPLICATED
@@ -208,7 +208,7 @@ def ordered_norm(
         over_devices, mesh=mesh, in_specs=specs, out_specs=_REPLICATED, check_vma=False
     )
     with jax.numpy_dtype_promotion("standard"):  # of sums in float32 and float64
-        norm: jax.Array = _barrier(jax.jit(over_devices)(cut, uncut))
+        norm: jax.Array = barrier(jax.jit(over_devices)(cut, uncut))
     return norm
 
 
@@ -230,7 +230,7 @@ def clip_by_ordered_norm(
         norm = ordered_norm(updates, mesh, blocks=blocks, axes=axes)
         clip = lambda x: jnp.where(norm < max_norm, x, x / norm.astype(x.dtype) * max_norm)
         # Otherwise a compiler could fuse it with what follows, on some meshes.
-        return _barrier(jax.tree.map(clip, updates)), state
+        return barrier(jax.tree.map(clip, updates)), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 
@@ -263,7 +263,7 @@ def _in_blocks(x: jax.Array, count: int) -> jax.Array:
     return x.reshape(count, len(x) // count, *x.shape[1:]) if x.ndim else x
 
 
-def _barrier(arrays: Any) -> Any:
+def barrier(arrays: Any) -> Any:
     """Keep the compiler from fusing what computes arrays with what uses them.
 
     A fused multiply and add rounds once instead of twice.
@@ -292,7 +292,7 @@ def _is_inexact(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _map(function: Callable[[Any], Any], count: int) -> Any:
+def map_in_order(function: Callable[[Any], Any], count: int) -> Any:
     """Stack the results of a function of i, which are computed in a loop.
 
     XLA inlines one-trip loops, which changes rounding. So hide the trip count.
@@ -313,7 +313,7 @@ def _sum_blocks(function: Callable[[Any], Any], count: int, like: Any) -> Any:
     """Sum the first output of a function of i over all blocks, and stack the second."""
     if count > 1:
         return _sum_in_tree(function, 0, count, like)
-    totals, others = _map(function, 1)
+    totals, others = map_in_order(function, 1)
     return jax.tree.map(lambda x: x[0], totals), others
 
 
