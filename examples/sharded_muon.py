@@ -10,7 +10,6 @@ momentum is in `optax.trace` before it, with the shardings of the parameters.
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.tree_util import tree_map_with_path
