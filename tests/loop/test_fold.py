@@ -13,8 +13,7 @@ from stepfold.loop.fold import Setup, fold, stretch
 from stepfold.loop.hook import Hooks
 from stepfold.loop.inbox import Inbox
 from stepfold.loop.run import Kind, Request, Run
-from stepfold.loop.saves import Saves
-from stepfold.loop.schedule import Plan
+from stepfold.loop.schedule import Schedule
 from stepfold.loop.step_runner import StepRunner
 
 BATCHES = [{"x": np.full(4, i, np.float32)} for i in range(12)]
@@ -47,13 +46,14 @@ def setup_of(parts, *, total=None, steps_per_call=1):
     def step(state, batch):
         return state + batch["x"][0], {"loss": batch["x"][0]}
 
-    feed, plan, hooks = (
-        BatchFeed(BATCHES, steps_per_call=steps_per_call),
-        Plan(100, total),
-        Hooks([]),
+    return Setup(
+        schedule=Schedule(100, total),
+        runner=StepRunner(step),
+        feed=BatchFeed(BATCHES, steps_per_call=steps_per_call),
+        hooks=Hooks([]),
+        inbox=Inbox(),
+        parts=parts,
     )
-    saves = Saves(None, None, plan, feed, hooks, Inbox(), [], dict, lambda _: ())
-    return Setup(plan, StepRunner(step), feed, hooks, Inbox(), saves, parts=parts)
 
 
 def stretch_of(run, setup, until):

@@ -187,7 +187,7 @@ def stop_early(
     the devices for arrays that are sharded over processes. `FitResult.hooks` has it by the name of
     the hook, such as `"stop_early eval/loss"`. To keep the best state on disk, use
     `sf.Checkpoints(best=metric)`. `keep_state` does not take a train metric, since at a log point
-    the state is of a later step, nor an evaluation elsewhere.
+    the state is of a later step, nor a remote evaluation.
     A resumed run continues to count, so one that was stopped trains nothing, with a warning. To let
     it continue, give a larger `patience`, or another `name`, the hook's key in a checkpoint.
 
@@ -227,7 +227,7 @@ def stop_early(
         state = {**state, "best": float(value), "best_step": event.step, "num_worse": 0}
         if keep_state and event.is_late:
             expected, advice = "an evaluation in this process", "use sf.Checkpoints(best=…)"
-            refuse("keep_state", expected, "one elsewhere, without its state", advice)
+            refuse("keep_state", expected, "a remote one, without its state", advice)
         if keep_state:
             state["_best_state"] = event.step, jax.tree.map(_copy_to_host, event.state)
         return state, None

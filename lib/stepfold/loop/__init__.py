@@ -8,10 +8,9 @@ if TYPE_CHECKING:
     from stepfold.loop.evaluate import Evaluation, evaluate
     from stepfold.loop.events import Event, GoBack, Nonfinite, Replace, Reweight, Stop
     from stepfold.loop.fold import iterate
-    from stepfold.loop.hook import BaseHook, Hook, Sink
+    from stepfold.loop.hook import Hook, Sink
 
 __all__ = [
-    "BaseHook",
     "Evaluation",
     "Event",
     "GoBack",
@@ -30,6 +29,6 @@ __getattr__, __dir__ = attach(
         "loop.evaluate": "Evaluation evaluate",
         "loop.events": "Event GoBack Nonfinite Replace Reweight Stop",
         "loop.fold": "iterate",
-        "loop.hook": "BaseHook Hook Sink",
+        "loop.hook": "Hook Sink",
     },
 )

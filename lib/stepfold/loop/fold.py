@@ -14,8 +14,9 @@ what an exception has interrupted.
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -31,7 +32,7 @@ from stepfold.loop.intervals import Steps
 from stepfold.loop.metrics import Interval
 from stepfold.loop.run import Kind, Request, Run, make_hook_request
 from stepfold.loop.saves import Saves
-from stepfold.loop.schedule import Plan
+from stepfold.loop.schedule import Schedule
 from stepfold.loop.step_runner import StepRunner
 
 _TOO_OFTEN = 1_000  # times that a part is done after one step
@@ -108,10 +109,11 @@ class Part(Protocol):
         """Do it once, even if it is not due."""
 
 
-class Late(Protocol):
-    """Evaluations that another process makes; `stepfold.runs.elsewhere` has them."""
+class Remote(Protocol):
+    """Evaluations that another process makes; `stepfold.runs.remote` reads their results."""
 
-    def next(self, run: Run) -> float: ...
+    def open(self, run: Run) -> None: ...
+    def end(self, run: Run) -> None: ...
     def is_due(self, run: Run) -> bool: ...
     def take(self, run: Run, setup: "Setup") -> Run:
         """Show hooks the next result. If there is none, return the run unchanged."""
@@ -123,18 +125,19 @@ class Late(Protocol):
         """Wait for the next result and show it. At the end, return the run unchanged."""
 
 
-class Setup(NamedTuple):
+@dataclass(kw_only=True, eq=False)
+class Setup:
     """What folds a run, and does not change while it is folded."""
 
-    plan: Plan
+    schedule: Schedule
     runner: StepRunner
     feed: BatchFeed
     hooks: Hooks
     inbox: Inbox
-    saves: Saves
     evaluations: Sequence[Evaluation] = ()  # those that this process makes
-    late: Late | None = None
+    remote: Remote | None = None
     parts: Sequence[Part] = ()
+    saves: Saves | None = None
 
 
 def fold(run: Run, setup: Setup) -> Runs:
@@ -142,7 +145,7 @@ def fold(run: Run, setup: Setup) -> Runs:
     inbox, feed = setup.inbox, setup.feed
     run = yield from _start(run, setup)
     run = yield from visit(run, setup)
-    run = inbox.hear_after_visit(run)
+    run = inbox.poll_votes_after_visit(run)
     while run.end is None:
         due_step = next_due(run, setup)
         while run.step < due_step and not (run.requests and run.requests.due(run.step)):
@@ -151,33 +154,25 @@ def fold(run: Run, setup: Setup) -> Runs:
             run, error = stretch(run, held, setup, min(due_step, inbox.next_vote(run.step)))
             yield run
             if error is StopIteration:
-                run = inbox.hear(run)
+                run = inbox.poll_votes(run)
                 run = exhaust(feed, run) if run.end is None else run
             elif error is not None:
                 raise error
             elif run.step < due_step:
-                run = inbox.hear(run)
+                run = inbox.poll_votes(run)
         # A request that ends the run between two visits leaves the rest to the end.
         if run.step >= due_step or run.end is None:
             run = yield from visit(run, setup)
-            run = inbox.hear_after_visit(run)
+            run = inbox.poll_votes_after_visit(run)
     yield run
     return (yield from end(run, setup))
 
 
 def next_due(run: Run, setup: Setup) -> float:
     """Return the next step after which something may be due or the run ends."""
-    plan, step = setup.plan, run.step
-    due = [
-        math.inf if run.total is None else run.total,
-        plan.next_log_point(step),
-        *(each.step + plan.delay for each in run.closed if each.step + plan.delay > step),
-        *(plan.next_due(evaluation, step) for evaluation in setup.evaluations),
-        setup.saves.next(run),
-        plan.next_size(step),
-    ]
-    if setup.late is not None:
-        due.append(setup.late.next(run))
+    schedule, step = setup.schedule, run.step
+    reads = [each.step + schedule.delay for each in run.closed]
+    due = [schedule.next_due(step), *(each for each in reads if each > step)]
     for part in setup.parts:
         if (following := part.next(run)) <= step:
             expected = f"next(run) to be a step after {step}"
@@ -222,7 +217,7 @@ def stretch(run: Run, held: list[Any], setup: Setup, until: float) -> tuple[Run,
                     break
                 state, metrics = call(state, batches)
                 batch, step = batches[-1], step + len(batches)
-                inbox.move(Position.DEVICES, step)
+                inbox.track(Position.DEVICES, step)
             returned = metrics, returned
     except WaitInterrupted:
         pass  # the signal is in the inbox
@@ -245,7 +240,7 @@ def stretch(run: Run, held: list[Any], setup: Setup, until: float) -> tuple[Run,
 def _call_of(run: Run, setup: Setup) -> Callable[[Any, Any], tuple[Any, Any]]:
     """Return what runs the step: on a batch, or on the batches of a call."""
     runner, feed = setup.runner, setup.feed
-    if setup.plan.size_changes:
+    if setup.schedule.size_changes:
         sizes = batch_sizes(feed.batches)
         size = size_at(sizes, run.batches_used)
         if size != runner.batch_size:
@@ -293,10 +288,12 @@ def visit(run: Run, setup: Setup) -> Runs:
     """Do what is due after a step."""
     run = yield from log(run, setup)
     for evaluation in setup.evaluations:
-        if setup.plan.evaluates(evaluation, run.step, run.began):
+        if setup.schedule.evaluates(evaluation, run.step, run.began):
             run = yield from evaluate(run, setup, evaluation)
-    late = setup.late
-    while late is not None and late.is_due(run) and (shown := late.take(run, setup)) is not run:
+    remote = setup.remote
+    while remote is not None and remote.is_due(run):
+        if (shown := remote.take(run, setup)) is run:
+            break
         yield (run := shown)
     if run.step != run.total and (run.end is None or run.is_at_start):
         run = yield from end_epoch(run, setup)
@@ -307,20 +304,20 @@ def visit(run: Run, setup: Setup) -> Runs:
 
 def log(run: Run, setup: Setup) -> Runs:
     """Close the interval of metrics at a log point, and show hooks those that are to be read."""
-    plan = setup.plan
-    if run.current and plan.is_log_point(run.step) and not run.is_at_start:
+    schedule = setup.schedule
+    if run.current and schedule.is_log_point(run.step) and not run.is_at_start:
         waited, mark = setup.feed.wait_seconds, setup.feed.mark(run.step, run.batches_used)
         yield (run := run.close_interval(waited, mark))
     if not run.closed:
         return run
     # A save that a signal requests depends on what hooks say.
-    until = run.step if run.requests.has(Kind.SAVE) else plan.read_until(run.step)
+    until = run.step if run.requests.has(Kind.SAVE) else schedule.read_until(run.step)
     return (yield from read(run, setup, until))
 
 
 def read(run: Run, setup: Setup, until: int) -> Runs:
     """Show hooks the log points up to a step."""
-    setup.inbox.move("hooks", run.step)
+    setup.inbox.track("hooks", run.step)
     while run.closed and run.closed[0].step <= until:
         shown = run._replace(closed=run.closed[1:])
         yield (run := _show(run, shown, setup, run.closed[0].read, "train", run.closed[0].waited))
@@ -332,12 +329,12 @@ def evaluate(run: Run, setup: Setup, evaluation: Evaluation) -> Runs:
     inbox, name = setup.inbox, f"evaluation {evaluation.name}"
     if run.evaluated.get(evaluation.name) == run.step:
         return run
-    inbox.move(name, run.step)
+    inbox.track(name, run.step)
     with setup.hooks.stopwatch.measure(name):
         metrics = inbox.wait_for(evaluation, run.state, inbox.position)
-    inbox.move("hooks", run.step)
+    inbox.track("hooks", run.step)
     if metrics is NO_VALUE:  # a signal came
-        run = inbox.hear_during_event(run)
+        run = inbox.take_if_alone(run)
     else:
         run = show_evaluation(run, setup, evaluation.name, metrics)
     yield run
@@ -356,8 +353,8 @@ def show_evaluation(
 
 def end_epoch(run: Run, setup: Setup) -> Runs:
     """Show hooks the end of an epoch, after all other events of its last step."""
-    is_new = setup.plan.logs_epochs and run.step > run.epoch_ended_at
-    done = setup.plan.epochs_done(run.step) if is_new else None
+    is_new = setup.schedule.logs_epochs and run.step > run.epoch_ended_at
+    done = setup.schedule.epochs_done(run.step) if is_new else None
     if done is not None:
         event = Event(run.step, run.total, {}, run.state, kind="epoch", epoch=done - 1)
         yield (
@@ -380,10 +377,12 @@ def save(run: Run, setup: Setup) -> Runs:
     saves, step = setup.saves, run.step
     request = run.requests.get(Kind.SAVE)
     is_asked = request is not None and request.step <= step and run.end is None
+    if saves is None:
+        return _ignore_save(run) if is_asked else run
     due = saves.find_due(run)
     if due is None and not is_asked:
         return run
-    setup.inbox.move("a save", step)
+    setup.inbox.track("a save", step)
     if run.is_at_start:
         run = saves.save(run, due)
         if is_asked:  # once there is something new
@@ -395,8 +394,6 @@ def save(run: Run, setup: Setup) -> Runs:
     run = yield from read(run, setup, step)
     if run.end is not None:
         return run
-    if due is None:
-        saves.warn_of_none()
     run = saves.save(run, due)
     if not is_asked:
         saves.warn_of_time(run)
@@ -404,11 +401,17 @@ def save(run: Run, setup: Setup) -> Runs:
     return run
 
 
+def _ignore_save(run: Run) -> Run:
+    """Warn of a request to save a run without checkpoints."""
+    warn("SIGUSR1: expected checkpoints to save, got none; give checkpoints=…")
+    return run.without(Kind.SAVE)
+
+
 def _call_part(part: Part, run: Run, inbox: Inbox) -> Runs:
     """Call a part of the user while it is due."""
     times = 0
     while part.is_due(run):
-        inbox.move(part.name, run.step)
+        inbox.track(part.name, run.step)
         if (changed := part(run)) is run:
             break
         yield (run := changed)
@@ -441,9 +444,9 @@ def _show(
     states, event, requests = called
     run = shown.log(event.step, event.metrics, states)
     if requests:
-        at = setup.plan.read_step(event.step) if kind == "train" else run.step
+        at = setup.schedule.read_step(event.step) if kind == "train" else run.step
         run = _act(run, setup, requests, event.step, at)
-    run = inbox.hear_during_event(run)
+    run = inbox.take_if_alone(run)
     if kind == "train" and feed.recent and not run.requests:
         feed.recent.drop_until(event.step)  # no hook asks for them
     return run
@@ -495,7 +498,7 @@ def _act(run: Run, setup: Setup, requests: Sequence[HookRequest], step: int, at:
         if isinstance(request, Replace | Reweight):
             run = _replace(run, setup, request, at)
         else:
-            run = setup.inbox.ask(run, make_hook_request(request, step, at))
+            run = setup.inbox.propose(run, make_hook_request(request, step, at))
     return run
 
 
@@ -504,7 +507,7 @@ def _replace(run: Run, setup: Setup, request: Replace | Reweight, at: int) -> Ru
 
     A `Reweight` has an effect on the batches of the steps after `at`.
     """
-    if setup.saves.has_saved(run):
+    if setup.saves is not None and setup.saves.has_saved(run):
         if run.end is None:
             warn(
                 f"step {run.step}: expected to replace the state before it is saved, got a "
@@ -523,12 +526,12 @@ def _replace(run: Run, setup: Setup, request: Replace | Reweight, at: int) -> Ru
 def end(run: Run, setup: Setup) -> Runs:
     """End a run: show hooks the rest of the metrics, and let it go back, finish or leave."""
     inbox = setup.inbox
-    run = inbox.settle(run)
+    run = inbox.vote_now(run)
     run = run._replace(is_complete=run.is_complete or run.step == run.total)
     if run.is_complete and not run.is_interrupted:
         run = run.close_interval(setup.feed.wait_seconds)
     run = yield from read(run, setup, run.step)
-    run = _resolve_go_back(inbox.conclude(run), setup)
+    run = _resolve_go_back(inbox.exchange_reasons(run), setup)
     if run.go_back_request is None:
         is_done = run.is_complete and not run.requests.has(Kind.ERROR)
         run = yield from _end_complete(run, setup) if is_done else _end_early(run, setup)
@@ -541,35 +544,40 @@ def _end_complete(run: Run, setup: Setup) -> Runs:
     inbox, saves = setup.inbox, setup.saves
     if not run.is_interrupted:
         run = yield from _last_events(run, setup)
-        if setup.late is not None and not run.requests.has(Kind.GO_BACK):
-            yield (run := saves.save(run, saves.find_last(run)))
-            run = yield from _wait_for_late(run, setup)
-        run = _resolve_go_back(inbox.conclude(run), setup)
+        if setup.remote is not None and not run.requests.has(Kind.GO_BACK):
+            yield (run := _save_last(run, saves))
+            run = yield from _wait_for_remote(run, setup)
+        run = _resolve_go_back(inbox.exchange_reasons(run), setup)
         if run.go_back_request is not None:
             return run
     # A reason to stop a complete run counts only if the run was to do more steps.
     if not run.is_interrupted and run.end is not None and run.end.kind is not Kind.STOP:
-        run = inbox.withdraw(run, Kind.STOP)
+        run = inbox.drop_requests(run, Kind.STOP)
     run = run._replace(is_complete=not run.is_interrupted)
     yield run
-    return saves.save(run, saves.find_last(run))
+    return _save_last(run, saves)
 
 
 def _end_early(run: Run, setup: Setup) -> Runs:
     """Save, so that a resume continues the open interval; then evaluate, unless interrupted."""
     inbox, saves = setup.inbox, setup.saves
     run = run._replace(is_complete=False)
-    yield (run := inbox.hear_during_event(saves.save(run, saves.find_last(run))))
+    yield (run := inbox.take_if_alone(_save_last(run, saves)))
     if run.requests.has(Kind.GO_BACK):
         run = run._replace(unsaved="the run was to go back")
     if run.is_interrupted:
         return run
-    extra = saves.describe_end(run)
+    extra = {} if saves is None else saves.describe_end(run)
     ended = yield from _last_events(run, setup)
-    ended = inbox.conclude((yield from _wait_for_late(ended, setup)))
-    if not ended.is_interrupted:
+    ended = inbox.exchange_reasons((yield from _wait_for_remote(ended, setup)))
+    if saves is not None and not ended.is_interrupted:
         saves.add_end(run, ended, extra)
     return ended._replace(state=run.state, notes=run.notes)  # as saved
+
+
+def _save_last(run: Run, saves: Saves | None) -> Run:
+    """Save at the end, unless the state may be wrong."""
+    return run if saves is None else saves.save(run, saves.find_last(run))
 
 
 def _last_events(run: Run, setup: Setup) -> Runs:
@@ -579,11 +587,11 @@ def _last_events(run: Run, setup: Setup) -> Runs:
     yield (run := _end_sinks(run, setup))
     for evaluation in setup.evaluations:
         run = yield from evaluate(run, setup, evaluation)
-    late = setup.late
-    while late is not None and (shown := late.take(run, setup)) is not run:
+    remote = setup.remote
+    while remote is not None and (shown := remote.take(run, setup)) is not run:
         yield (run := shown)
     run = yield from end_epoch(run, setup)
-    return setup.inbox.hear_during_event(run)
+    return setup.inbox.take_if_alone(run)
 
 
 def _end_sinks(run: Run, setup: Setup) -> Run:
@@ -592,13 +600,14 @@ def _end_sinks(run: Run, setup: Setup) -> Run:
     return run if called is NO_VALUE else called
 
 
-def _wait_for_late(run: Run, setup: Setup) -> Runs:
+def _wait_for_remote(run: Run, setup: Setup) -> Runs:
     """Wait for what another process evaluates of the steps that are saved."""
-    late = setup.late
-    if late is None or run.is_interrupted:
+    remote = setup.remote
+    if remote is None or run.is_interrupted:
         return run
-    setup.saves.wait()
-    while (changed := late.finish(run, setup)) is not run:
+    if setup.saves is not None:
+        setup.saves.wait()
+    while (changed := remote.finish(run, setup)) is not run:
         yield (run := changed)
     return run
 
@@ -610,11 +619,15 @@ def _resolve_go_back(run: Run, setup: Setup) -> Run:
         return run
     others = run.requests.without(Kind.GO_BACK, Kind.END).due(run.step)
     if others is not None and others.kind > Kind.GO_BACK:
-        return inbox.withdraw(run, Kind.GO_BACK)
+        return inbox.drop_requests(run, Kind.GO_BACK)
+    if setup.saves is None:
+        expected = "checkpoints=… for a hook that lets the run go back"
+        advice = f"give sf.Checkpoints(every=…): {request.reason.why}"
+        refuse("hooks", expected, "none", advice)
     target = setup.saves.find_target(request.reason)
     if isinstance(target, Stop):
         kind = Kind.END if run.is_complete else Kind.STOP
         stop = target._replace(message=f"{target.message}; stopped at step {run.step}")
         request = Request(kind, run.step, stop if run.is_complete else target)
-        return inbox.withdraw(run, Kind.GO_BACK, Kind.END, instead=[request])
+        return inbox.drop_requests(run, Kind.GO_BACK, Kind.END, instead=[request])
     return run._replace(go_back_request=request.reason._replace(to=target))

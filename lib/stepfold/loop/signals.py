@@ -1,7 +1,8 @@
 """The signals of a run: SIGINT and SIGTERM stop it after its step and a save, SIGUSR1 saves.
 
-A handler only notes a request, on which the run acts between two steps. It raises where the run
-waits for a batch or an evaluation, since that may take long, and nothing is lost.
+A handler puts a request into the inbox, and the run acts on it between two steps. A second signal
+to stop raises KeyboardInterrupt. The handler also raises where the run waits for a batch or an
+evaluation: that may take long, and an interrupt there loses nothing.
 """
 
 import os
@@ -21,48 +22,41 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAVE_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)  # not on Windows
 
 
-class Signals:
-    """Note the signals of a run, in its inbox; a second one to stop raises KeyboardInterrupt."""
+@contextmanager
+def handle_signals(inbox: Inbox) -> Iterator[None]:
+    """Handle signals, and restore the previous handlers; a no-op outside the main thread."""
+    pid, previous = os.getpid(), dict[signal.Signals, Any]()
 
-    def __init__(self, inbox: Inbox) -> None:
-        self._inbox, self._pid = inbox, os.getpid()
-        self._previous: dict[signal.Signals, Any] = {}  # the handlers to restore
-
-    @contextmanager
-    def handle(self) -> Iterator[None]:
-        """Install the handlers, and restore the previous ones; a no-op outside the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        self._previous = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
-        # A handler that the program has for SIGUSR1 stays: schedulers and debuggers use it too.
-        if _SAVE_SIGNAL and signal.getsignal(_SAVE_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN):
-            self._previous[_SAVE_SIGNAL] = signal.signal(_SAVE_SIGNAL, self._handle)
-        try:
-            yield
-        finally:
-            self._restore_handlers()
-
-    def _restore_handlers(self) -> None:
-        for number, handler in self._previous.items():
+    def restore_handlers() -> None:
+        for number, handler in previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a child that a hook forked inherits the handlers
-            self._restore_handlers()
+    def handle(number: int, _: FrameType | None) -> None:
+        if os.getpid() != pid:  # a child that a hook forked inherits the handlers
+            restore_handlers()
             signal.raise_signal(number)
-            return
-        inbox = self._inbox
-        if number == _SAVE_SIGNAL:
+        elif number == _SAVE_SIGNAL:
             inbox.notify(Request(Kind.SAVE))
-            return
-        if inbox.signal is not None:
+        elif inbox.signal is not None:
             inbox.leaves_at_once = True
             raise KeyboardInterrupt
-        inbox.signal = signal.Signals(number)
-        inbox.notify(Request(Kind.SIGNAL, 0, inbox.signal))
-        if inbox.is_waiting:
-            raise WaitInterrupted
+        else:
+            inbox.signal = signal.Signals(number)
+            inbox.notify(Request(Kind.SIGNAL, 0, inbox.signal))
+            if inbox.is_waiting:
+                raise WaitInterrupted
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous |= {number: signal.signal(number, handle) for number in _STOP_SIGNALS}
+    # A handler that the program has for SIGUSR1 stays: schedulers and debuggers use it too.
+    if _SAVE_SIGNAL and signal.getsignal(_SAVE_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN):
+        previous[_SAVE_SIGNAL] = signal.signal(_SAVE_SIGNAL, handle)
+    try:
+        yield
+    finally:
+        restore_handlers()
 
 
 def print_waiting(inbox: Inbox, series: Series) -> None:

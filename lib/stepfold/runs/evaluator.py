@@ -68,7 +68,7 @@ def evaluate_run(
     It restores the parameters alone, on the devices of this process, and changes no checkpoint. A
     result is written once next to the checkpoints, whichever process is killed. The bits are those
     of the same evaluation in `fit`, on the same kind of devices. If `fit` has the evaluation with
-    `elsewhere=True`, the numbers join its history, its files, its hooks and the ranking of its
+    `remote=True`, the numbers join its history, its files, its hooks and the ranking of its
     checkpoints. Of any other run, each checkpoint is evaluated, and only the ranking changes.
 
     It returns when the run has ended and all of its steps are evaluated. A run that a signal, an
@@ -219,7 +219,7 @@ class _Follower:
         return [_Due(*each) for each in due], has_ended
 
     def _warn_of_names(self) -> None:
-        """Warn once of evaluations that a run with others elsewhere does not await."""
+        """Warn once of evaluations that a run with other remote ones does not await."""
         awaited = read_run(self._store).get("names", [])
         unknown = [name for name in self._evaluations if name not in awaited]
         if awaited and unknown and not self._has_warned:

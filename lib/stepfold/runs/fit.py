@@ -16,13 +16,13 @@ from stepfold.hooks.progress import DefaultProgress
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.events import Nonfinite, Stop
 from stepfold.loop.feed import BatchFeed
-from stepfold.loop.hook import AnyHook, Hook, Hooks, Sink, Stopwatch, call_optional
+from stepfold.loop.hook import AnyHook, Hooks, Sink, Stopwatch, call_optional
 from stepfold.loop.inbox import Inbox
 from stepfold.loop.metrics import History
-from stepfold.loop.run import Kind, Request
-from stepfold.loop.signals import Signals, print_waiting, raise_signal
+from stepfold.loop.run import Kind, Request, Run
+from stepfold.loop.schedule import Schedule
+from stepfold.loop.signals import handle_signals, print_waiting, raise_signal
 from stepfold.runs.arguments import (
-    Given,
     WatchedMetrics,
     check_batches,
     check_checkpoints,
@@ -38,7 +38,7 @@ from stepfold.runs.arguments import (
     write_config,
 )
 from stepfold.runs.directory import Moved, RunDirectory, read_run_directory
-from stepfold.runs.session import InitialState, Options, Session
+from stepfold.runs.session import InitialState, Session
 
 if TYPE_CHECKING:
     from stepfold.checkpoint.series import Series
@@ -140,55 +140,71 @@ def fit(
     >>> result.steps, str(result.stop_reason), result.history["train/loss"].steps
     (20, 'all 20 steps were done', [10, 20])
     """
-    run_directory = read_run_directory(run_dir, moved)
+    directory = read_run_directory(run_dir, moved) if run_dir is not None or moved else None
     restored_parts = check_resume(resume)
     may_resume = checkpoints is not None and restored_parts is None
     initial = InitialState.read(state, may_resume=may_resume)
     evaluations = check_evaluations(evaluation, initial.state)
-    given = read_hooks(hooks)
-    check_kinds(given.hooks, evaluations)
+    parts, own_hooks, sinks = read_hooks(hooks)
+    check_kinds(own_hooks, evaluations)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
     runner = check_numbers(step, lengths, log_every, steps_per_call)
     lengths = {name: as_integer(length) for name, length in lengths.items()}
     steps, epochs, more_steps = lengths.values()
     log_every, steps_per_call = int(log_every), int(steps_per_call)
     check_checkpoints(checkpoints, evaluations)
-    all_hooks = with_default_hooks(given.hooks, time_limit)
+    all_hooks = with_default_hooks(own_hooks, time_limit)
     feed = BatchFeed(batches, epochs, steps_per_call=steps_per_call, keep_recent=True)
     check_epochs(feed, [*evaluations, checkpoints], all_hooks)
     check_batches(feed, evaluations, steps_per_call)
-    check_end(feed, [*lengths.values(), time_limit], given.hooks)
-    watched = WatchedMetrics(given.hooks, checkpoints, evaluations)
+    check_end(feed, [*lengths.values(), time_limit], own_hooks)
+    watched = WatchedMetrics(own_hooks, checkpoints, evaluations)
     check_resumable(checkpoints, feed, all_hooks)
 
     with ExitStack() as on_error:  # an argument may be refused
-        files = _open_files(run_directory, given)
+        files = _open_files(directory, sinks)
         series = _open_series(checkpoints, files)
         if series is not None:
             on_error.callback(series.close)
-        settings: dict[str, Any] = {"log_every": log_every, "time_limit": time_limit}
-        settings |= {"steps_per_call": steps_per_call, "upload": run_directory.upload}
-        described = {"state": initial.state, "batches": batches, "arguments": lengths | settings}
-        described |= {"evaluations": evaluations, "checkpoints": checkpoints}
-        default_sinks = _make_default_sinks(files, all_hooks, given, described, series)
-        to_do = more_steps or feed.total  # of the epochs, if they are given
+        all_sinks = [*sinks]
+        if files is not None:
+            settings: dict[str, Any] = {"log_every": log_every, "time_limit": time_limit}
+            settings = {**lengths, **settings, "steps_per_call": steps_per_call}
+            described = {"state": initial.state, "batches": batches, "arguments": settings}
+            described |= {"evaluations": evaluations, "checkpoints": checkpoints}
+            all_sinks += files.make_sinks(all_hooks, sinks, series, described)
+            del described
+        if not any(sink.shows_progress for sink in sinks):
+            all_sinks.append(DefaultProgress())
         stopwatch = Stopwatch() if files is None else files.stopwatch
         check = watched.check if watched.unseen else None
+        known_hooks = Hooks(all_hooks, all_sinks, stopwatch, check)
+        to_do = more_steps or feed.total  # of the epochs, if they are given
+        total = initial.step + to_do if to_do else steps
         session = Session(
-            runner,
-            initial,
-            feed,
-            Hooks(all_hooks, [*given.sinks, *default_sinks], stopwatch, check),
-            series,
-            Inbox() if jax.process_count() == 1 else _voting(),
-            Options(evaluations, log_every, not (files and files.metrics_path), restored_parts),
-            total=initial.step + to_do if to_do else steps,
+            schedule=Schedule(
+                log_every,
+                recurring=[*evaluations, *(checkpoints.schedules if checkpoints else ())],
+                logs_epochs=known_hooks.wants_epochs,
+                delay=0 if known_hooks.exact else Schedule.delay_of(log_every),
+            ),
+            runner=runner,
+            feed=feed,
+            hooks=known_hooks,
+            inbox=Inbox() if jax.process_count() == 1 else _voting(),
+            evaluations=[each for each in evaluations if not each.remote],
+            parts=parts,
+            run=Run.start(initial.state, initial.step, feed.first_used, total, initial.hyperparams),
+            make_state=initial.make,
+            series=series,
+            files=files,
+            remote_evaluations=[each for each in evaluations if each.remote],
+            restored_parts=restored_parts,
         )
         on_error.pop_all()
-    session.files, session.parts = files, given.parts
-    if run_directory.config is not None:
-        session.on_open = partial(write_config, given.sinks, run_directory.config)
-    del state, initial, described  # so that a restored state can take the memory
+    if directory is not None and directory.config is not None:
+        session.on_open = partial(write_config, sinks, directory.config)
+    del state, initial  # so that a restored state can take the memory
     with _attach_result(session), _opened(session, moved):
         _start_or_resume(session, more_steps, resume)
         _show_start(session)
@@ -242,25 +258,12 @@ class FitResult(NamedTuple):
         )
 
 
-def _open_files(directory: RunDirectory, given: Given) -> "RunFiles | None":
-    if directory.path is None:
+def _open_files(directory: RunDirectory | None, sinks: Sequence[Sink]) -> "RunFiles | None":
+    if directory is None or directory.path is None:
         return None
     from stepfold.runs.files import RunFiles  # lazy: a run without a directory has none
 
-    return RunFiles(directory, has_writer=any(sink.writes_metrics for sink in given.sinks))
-
-
-def _make_default_sinks(
-    files: "RunFiles | None",
-    hooks: Sequence[Hook],
-    given: Given,
-    described: Mapping[str, Any],
-    series: "Series | None",
-) -> list[Sink]:
-    """Make the sinks of the files of the run, and one for progress unless a given one shows it."""
-    sinks = [] if files is None else files.make_sinks(hooks, given.sinks, described, series)
-    shows_progress = any(sink.shows_progress for sink in given.sinks)
-    return sinks if shows_progress else [*sinks, DefaultProgress()]
+    return RunFiles(directory, has_writer=any(sink.writes_metrics for sink in sinks))
 
 
 def _open_series(checkpoints: Checkpoints | None, files: "RunFiles | None") -> "Series | None":
@@ -292,7 +295,7 @@ def _opened(session: Session, moved: Moved) -> Iterator[None]:
             stack.enter_context(session.files.lock(on_lost_lock, how_it_ended))
         for sink in hooks.sinks:
             stack.callback(sink.close)
-        stack.enter_context(Signals(inbox).handle())  # until the last save is on disk
+        stack.enter_context(handle_signals(inbox))  # until the last save is on disk
         if series is not None:
             stack.enter_context(series)
             stack.callback(print_waiting, inbox, series)

@@ -83,8 +83,8 @@ def go_back(session: Session, request: GoBack, more_steps: int | None) -> None:
 
 def _continue_from_checkpoint(session: Session, series: Series, more_steps: int | None) -> None:
     """Continue from the newest good checkpoint."""
-    session.inbox.move(Position.RESTORE, session.run.step)
-    session.inbox.forget()
+    session.inbox.track(Position.RESTORE, session.run.step)
+    session.inbox.drop_hook_requests()
     restored = _restore_parts(session, series)
     session.run = session.run._replace(resumed=restored.step)
     session.was_over = continue_from(session, restored, series.directory, more_steps)
@@ -137,7 +137,7 @@ def _skip(session: Session, ranges: Sequence[tuple[int, int]]) -> None:
 
 def _restore_parts(session: Session, series: Series) -> Restored:
     """Restore the state, or parts of it if the run that saved it did not."""
-    state, parts = session.run.state, session.options.restored_parts
+    state, parts = session.run.state, session.restored_parts
     if parts is None:
         return series.restore(state, advice=_advise)
     restored = series.restore(state, parts=parts, advice=_advise)
