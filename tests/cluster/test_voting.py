@@ -15,9 +15,8 @@ import pytest
 from stepfold.cluster import voting as voting_module
 from stepfold.cluster.voting import Voting
 from stepfold.loop.events import GoBack, Stop
-from stepfold.loop.inbox import Inbox, WaitInterrupted
+from stepfold.loop.inbox import Inbox, WaitInterrupted, handle_signals
 from stepfold.loop.run import Kind, Request, Requests, Run, make_hook_request
-from stepfold.loop.signals import handle_signals
 
 
 def handler(inbox=None):

@@ -551,7 +551,8 @@ def _end_complete(run: Run, setup: Setup) -> Runs:
         if run.go_back_request is not None:
             return run
     # A reason to stop a complete run counts only if the run was to do more steps.
-    if not run.is_interrupted and run.end is not None and run.end.kind is not Kind.STOP:
+    has_reason = run.requests.has(Kind.STOP)
+    if has_reason and not run.is_interrupted and run.end and run.end.kind is not Kind.STOP:
         run = inbox.drop_requests(run, Kind.STOP)
     run = run._replace(is_complete=not run.is_interrupted)
     yield run
@@ -595,9 +596,8 @@ def _last_events(run: Run, setup: Setup) -> Runs:
 
 
 def _end_sinks(run: Run, setup: Setup) -> Run:
-    call = lambda: run._replace(hook_states=setup.hooks.end(run.hook_states))
-    called = setup.inbox.call_hooks(run, call)
-    return run if called is NO_VALUE else called
+    states = setup.inbox.call_hooks(run, setup.hooks.end, run.hook_states)
+    return run if states is NO_VALUE else run._replace(hook_states=states)
 
 
 def _wait_for_remote(run: Run, setup: Setup) -> Runs:

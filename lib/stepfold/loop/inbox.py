@@ -5,13 +5,22 @@ in `stepfold.cluster.voting` is that of several processes, which first agree on 
 """
 
 import math
+import os
+import signal
+import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from stepfold.core.processes import Position
 from stepfold.loop.feed import BatchFeed
 from stepfold.loop.run import Kind, Request, Run
+
+if TYPE_CHECKING:
+    from stepfold.checkpoint.series import Series
 
 NO_VALUE = object()  # in place of a value: none is left, or a signal interrupted the wait
 
@@ -139,3 +148,80 @@ class Inbox:
 
     def raise_hook_error(self, run: Run) -> None:
         """Raise the error of a hook in any process, which has ended the run."""
+
+
+# Signals: SIGINT and SIGTERM stop the run after its step and a save, SIGUSR1 saves.
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAVE_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)  # not on Windows
+
+
+@contextmanager
+def handle_signals(inbox: Inbox) -> Iterator[None]:
+    """Put signals into an inbox, and restore the previous handlers; only in the main thread.
+
+    The run acts on them between two steps. A second signal to stop raises KeyboardInterrupt. The
+    handler also raises where the run waits for a batch or an evaluation: that may take long, and an
+    interrupt there loses nothing.
+    """
+    pid, previous = os.getpid(), dict[signal.Signals, Any]()
+
+    def restore_handlers() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if os.getpid() != pid:  # a child that a hook forked inherits the handlers
+            restore_handlers()
+            signal.raise_signal(number)
+        elif number == _SAVE_SIGNAL:
+            inbox.notify(Request(Kind.SAVE))
+        elif inbox.signal is not None:
+            inbox.leaves_at_once = True
+            raise KeyboardInterrupt
+        else:
+            inbox.signal = signal.Signals(number)
+            inbox.notify(Request(Kind.SIGNAL, 0, inbox.signal))
+            if inbox.is_waiting:
+                raise WaitInterrupted
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous |= {number: signal.signal(number, handle) for number in _STOP_SIGNALS}
+    # A handler that the program has for SIGUSR1 stays: schedulers and debuggers use it too.
+    if _SAVE_SIGNAL and signal.getsignal(_SAVE_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN):
+        previous[_SAVE_SIGNAL] = signal.signal(_SAVE_SIGNAL, handle)
+    try:
+        yield
+    finally:
+        restore_handlers()
+
+
+def print_waiting(inbox: Inbox, series: "Series") -> None:
+    """After a second signal, print that a save in progress delays the exit."""
+    saving = series.saving
+    if inbox.leaves_at_once and saving is not None:
+        with suppress(OSError, ValueError):  # the other end of a pipe may be gone
+            print(  # noqa: T201  a person interrupted twice, and sees nothing happen
+                f"waiting for the checkpoint of step {saving}, which is being written",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def raise_signal(inbox: Inbox, run: Run, result: Any) -> None:
+    """Raise the exception for a signal, with the result attached."""
+    # One that came after the last vote is raised too, now that everything is saved.
+    agreed = run.requests.get(Kind.SIGNAL)
+    number = inbox.signal if agreed is None else agreed.reason
+    if number is None:
+        return
+    error: Any = SystemExit(128 + number)
+    if number == signal.SIGINT:
+        error = KeyboardInterrupt(
+            f"{result.stop_reason}; the trained state is in this exception: in a notebook or "
+            "console, type: import sys; result = sys.last_value.result"
+        )
+    error.result = result
+    raise error

@@ -286,9 +286,19 @@ class Run(NamedTuple):
         """Why the run ends, in words."""
         if (end := self.end) is None:
             return None
-        stop = _as_stop(end, self.step)
+        match end.kind:
+            case Kind.SIGNAL:
+                kind, message = "signal", f"{Signal(end.reason).name} at step {self.step}"
+            case Kind.GO_BACK:
+                is_request = isinstance(end.reason, GoBack)
+                kind, message = "go_back", end.reason.why if is_request else str(end.reason)
+            case Kind.END:
+                kind, message = end.reason
+            case _:
+                kind, message = end.reason
+                message = f"{message}; stopped at step {self.step}".removeprefix("; ")
         why = f"; not saved, because {self.unsaved}" if self.unsaved else ""
-        return stop._replace(message=f"{stop.message}{why}")
+        return Stop(kind, f"{message}{why}")
 
     @property
     def is_interrupted(self) -> bool:
@@ -352,16 +362,3 @@ class Run(NamedTuple):
             closed=closed,
             notes=tuple(saved["replacements"]),
         )
-
-
-def _as_stop(request: Request, step: int) -> Stop:
-    """Return why a request ends a run at a step."""
-    if request.kind is Kind.SIGNAL:
-        return Stop("signal", f"{Signal(request.reason).name} at step {step}")
-    if request.kind is Kind.GO_BACK:
-        why = request.reason.why if isinstance(request.reason, GoBack) else str(request.reason)
-        return Stop("go_back", why)
-    kind, message = request.reason
-    if request.kind is Kind.END:
-        return Stop(kind, message)
-    return Stop(kind, "; ".join(filter(None, [message, f"stopped at step {step}"])))

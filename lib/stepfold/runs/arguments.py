@@ -222,19 +222,23 @@ def check_resumable(
             refuse(argument, expected, got, "add it, or drop get_state")
 
 
+def watch_metrics(
+    hooks: Sequence[Hook], checkpoints: Checkpoints | None, evaluations: Sequence[Evaluation]
+) -> "WatchedMetrics | None":
+    """Check the names of metrics that hooks and `Checkpoints(best=…)` depend on, if any."""
+    named = {hook.metric: "hooks" for hook in hooks if hook.metric}
+    if checkpoints is not None and checkpoints.best is not None:
+        named[checkpoints.best] = "Checkpoints(best=…)"
+    return WatchedMetrics(named, hooks, evaluations) if named else None
+
+
 class WatchedMetrics:
-    """Check that the metrics exist that hooks and `Checkpoints(best=…)` depend on."""
+    """Metrics, each with the argument of `fit` that needs it: check that they are measured."""
 
     def __init__(
-        self,
-        hooks: Sequence[Hook],
-        checkpoints: Checkpoints | None,
-        evaluations: Sequence[Evaluation],
+        self, named: Mapping[str, str], hooks: Sequence[Hook], evaluations: Sequence[Evaluation]
     ) -> None:
-        named: Any = [(hook.metric, "hooks") for hook in hooks]
-        self.unseen: dict[str, str] = {metric: argument for metric, argument in named if metric}
-        if checkpoints is not None and checkpoints.best is not None:
-            self.unseen[checkpoints.best] = "Checkpoints(best=…)"
+        self.unseen = {**named}
         self.saw_event = False
         # Their results may come after the end of the run.
         self._remote = tuple(f"{each.name}/" for each in evaluations if each.remote)

@@ -17,13 +17,11 @@ from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.events import Nonfinite, Stop
 from stepfold.loop.feed import BatchFeed
 from stepfold.loop.hook import AnyHook, Hooks, Sink, Stopwatch, call_optional
-from stepfold.loop.inbox import Inbox
+from stepfold.loop.inbox import Inbox, handle_signals, print_waiting, raise_signal
 from stepfold.loop.metrics import History
 from stepfold.loop.run import Kind, Request, Run
 from stepfold.loop.schedule import Schedule
-from stepfold.loop.signals import handle_signals, print_waiting, raise_signal
 from stepfold.runs.arguments import (
-    WatchedMetrics,
     check_batches,
     check_checkpoints,
     check_end,
@@ -34,6 +32,7 @@ from stepfold.runs.arguments import (
     check_resumable,
     check_resume,
     read_hooks,
+    watch_metrics,
     with_default_hooks,
     write_config,
 )
@@ -142,8 +141,9 @@ def fit(
     """
     directory = read_run_directory(run_dir, moved) if run_dir is not None or moved else None
     restored_parts = check_resume(resume)
-    may_resume = checkpoints is not None and restored_parts is None
-    initial = InitialState.read(state, may_resume=may_resume)
+    may_save = checkpoints is not None
+    may_resume = may_save and restored_parts is None
+    initial = InitialState.read(state, may_resume=may_resume, may_save=may_save)
     evaluations = check_evaluations(evaluation, initial.state)
     parts, own_hooks, sinks = read_hooks(hooks)
     check_kinds(own_hooks, evaluations)
@@ -158,12 +158,12 @@ def fit(
     check_epochs(feed, [*evaluations, checkpoints], all_hooks)
     check_batches(feed, evaluations, steps_per_call)
     check_end(feed, [*lengths.values(), time_limit], own_hooks)
-    watched = WatchedMetrics(own_hooks, checkpoints, evaluations)
+    watched = watch_metrics(own_hooks, checkpoints, evaluations)
     check_resumable(checkpoints, feed, all_hooks)
 
     with ExitStack() as on_error:  # an argument may be refused
-        files = _open_files(directory, sinks)
-        series = _open_series(checkpoints, files)
+        files = None if directory is None else _open_files(directory, sinks)
+        series = None if checkpoints is None else _open_series(checkpoints, files)
         if series is not None:
             on_error.callback(series.close)
         all_sinks = [*sinks]
@@ -177,7 +177,7 @@ def fit(
         if not any(sink.shows_progress for sink in sinks):
             all_sinks.append(DefaultProgress())
         stopwatch = Stopwatch() if files is None else files.stopwatch
-        check = watched.check if watched.unseen else None
+        check = None if watched is None else watched.check
         known_hooks = Hooks(all_hooks, all_sinks, stopwatch, check)
         to_do = more_steps or feed.total  # of the epochs, if they are given
         total = initial.step + to_do if to_do else steps
@@ -207,12 +207,17 @@ def fit(
     del state, initial  # so that a restored state can take the memory
     with _attach_result(session), _opened(session, moved):
         _start_or_resume(session, more_steps, resume)
-        _show_start(session)
-        _fold_to_the_end(session, more_steps)
+        session.fold()
+        while (request := session.run.go_back_request) is not None:
+            from stepfold.runs.resume import go_back  # lazy: for checkpoints
+
+            go_back(session, request, more_steps)
+            session.fold()
         _take_capsule(session)
     result = _make_result(session, _stop_reason(session) or Stop("error", ""))
     raise_signal(session.inbox, session.run, result)
-    watched.warn_of_unseen(result.history)
+    if watched is not None:
+        watched.warn_of_unseen(result.history)
     _warn_if_untrained(session, result)
     return result
 
@@ -258,18 +263,16 @@ class FitResult(NamedTuple):
         )
 
 
-def _open_files(directory: RunDirectory | None, sinks: Sequence[Sink]) -> "RunFiles | None":
-    if directory is None or directory.path is None:
+def _open_files(directory: RunDirectory, sinks: Sequence[Sink]) -> "RunFiles | None":
+    if directory.path is None:
         return None
     from stepfold.runs.files import RunFiles  # lazy: a run without a directory has none
 
     return RunFiles(directory, has_writer=any(sink.writes_metrics for sink in sinks))
 
 
-def _open_series(checkpoints: Checkpoints | None, files: "RunFiles | None") -> "Series | None":
+def _open_series(checkpoints: Checkpoints, files: "RunFiles | None") -> "Series":
     """Open the checkpoints of a run, in its directory unless they have one."""
-    if checkpoints is None:
-        return None
     path: Any = checkpoints.directory
     if path is None and files is None:
         refuse("checkpoints", "a directory", "none", "give run_dir=…, or sf.Checkpoints('path')")
@@ -290,6 +293,8 @@ def _opened(session: Session, moved: Moved) -> Iterator[None]:
         if series is not None:
             stack.callback(series.close)  # even if another run holds the lock
         if session.files is not None:
+            session.files.programs.show = partial(_show, hooks.sinks)
+            session.runner.on_compile = session.files.programs.note_step
             how_it_ended = lambda: (session.run, _stop_reason(session))
             on_lost_lock = lambda stop: inbox.notify(Request(Kind.CORRUPTION, 0, stop))
             stack.enter_context(session.files.lock(on_lost_lock, how_it_ended))
@@ -311,46 +316,29 @@ def _opened(session: Session, moved: Moved) -> Iterator[None]:
 
 def _start_or_resume(session: Session, more_steps: int | None, resume: Any) -> None:
     """Resume from a checkpoint if there is one."""
-    series, rollbacks = session.series, session.rollbacks
+    series, rollbacks, files = session.series, session.rollbacks, session.files
     if series is not None and rollbacks is not None:
         from stepfold.runs.resume import resume_if_possible  # lazy: for checkpoints
 
         if resume_if_possible(session, series, rollbacks, more_steps, resume):
+            where = series.directory if files is None else files.path
+            _show(session.hooks.sinks, f"resuming from step {session.run.resumed} of {where}")
             return
     session.initialize()
-    if session.files is not None:
-        session.files.start(session.run)
+    if files is not None:
+        files.start(session.run)
     has_writer = any(getattr(sink, "written_files", ()) for sink in session.hooks.sinks)
-    if has_writer or session.files is not None:
+    if has_writer or files is not None:
         from stepfold.runs.files import move_earlier_files  # lazy: for files
 
-        move_earlier_files(session.files, session.hooks.sinks, session.run.step)
+        move_earlier_files(files, session.hooks.sinks, session.run.step)
 
 
-def _show_start(session: Session) -> None:
-    """Let sinks that show progress say from where the run resumes, and what it compiles."""
-    step, series, files = session.run.resumed, session.series, session.files
-    sinks = [sink for sink in session.hooks.sinks if sink.shows_progress]
-
-    def show(line: str) -> None:
-        for sink in sinks:
+def _show(sinks: Sequence[Sink], line: str) -> None:
+    """Let the sinks that show progress say how a run starts."""
+    for sink in sinks:
+        if sink.shows_progress:
             call_optional(sink, "show", line)
-
-    if files is not None:
-        files.programs.show = show
-        session.runner.on_compile = files.programs.note_step
-    if step is not None and series is not None:
-        show(f"resuming from step {step} of {series.directory if files is None else files.path}")
-
-
-def _fold_to_the_end(session: Session, more_steps: int | None) -> None:
-    """Fold to the end; go back where a hook asks for it."""
-    session.fold()
-    while (request := session.run.go_back_request) is not None:
-        from stepfold.runs.resume import go_back  # lazy: for checkpoints
-
-        go_back(session, request, more_steps)
-        session.fold()
 
 
 def _find_nonfinite(session: Session) -> Nonfinite | None:

@@ -249,10 +249,11 @@ class InitialState(NamedTuple):
     make: Callable[[], Any] | None = None
 
     @classmethod
-    def read(cls, state: Any, *, may_resume: bool) -> "InitialState":
+    def read(cls, state: Any, *, may_resume: bool, may_save: bool) -> "InitialState":
         """Read the argument of `fit`.
 
-        A run that cannot resume the whole state calls a function at once.
+        A run that cannot resume the whole state calls a function at once. Only a checkpoint needs
+        the hyper-parameters.
         """
         is_function = callable(state) and jax.tree_util.all_leaves([state])
         if is_function and may_resume:
@@ -265,7 +266,8 @@ class InitialState(NamedTuple):
             return cls(jax.tree.map(_strong, state), 0, {}, _refuse_start)
         check_not_donated(state)
         state = strengthen(state)
-        return cls(state, step_of(state), hyperparams_of(getattr(state, "opt_state", ())))
+        opt_state = getattr(state, "opt_state", ())
+        return cls(state, step_of(state), hyperparams_of(opt_state) if may_save else {})
 
 
 def _describe(function: Callable[[], Any]) -> InitialState:
