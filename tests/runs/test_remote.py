@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 import warnings
+from dataclasses import replace
 
 import jax
 import pytest
@@ -259,6 +260,15 @@ def test_restoring_the_best_step_says_which_evaluations_are_missing(tmp_path):
         sf.restore(tmp_path, small.start(), step="best")
     evaluate(tmp_path)
     assert sf.restore(tmp_path, small.start(), step="best").step == 2
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_the_argument_of_version_0_2_works_with_a_warning(value):
+    with pytest.warns(DeprecationWarning, match="elsewhere=… is now remote=…") as caught:
+        old = evaluation(every=2, elsewhere=value)
+    assert caught[0].filename == __file__
+    assert old.remote is value
+    assert replace(old, every=4).remote is value
 
 
 def test_no_warning_comes_if_the_ranking_metric_is_remote(tmp_path):

@@ -19,7 +19,7 @@ from stepfold.loop.hook import (
 class BaseHook:
     """Defaults for objects that are called with events; to inherit is optional.
 
-    `fit` makes a `Hook` of an object by `from_object`. `get_state` and `set_state` say what is its
+    `fit` makes a `Hook` of an object by `from_object`. `get_state` and `set_state` get and set its
     state. The other methods have effects, as those of a `Sink`, and it may have `end_epoch(epoch)`.
 
     Attributes:
@@ -90,9 +90,9 @@ class BaseHook:
 def from_object(hook: Any, name: str | None = None) -> Hook:
     """Make a `Hook` of an object that is called with events, such as one with a mutable state.
 
-    Its state is what `get_state` returns after each event. `set_state` is called where the run
-    continues from another state than that: after a resume, or if it goes back. Its other methods
-    have effects, as those of a `Sink`; `fit` calls them too.
+    Its state is what `get_state` returns after each event. `set_state` is called when the run
+    continues from another state: after a resume, or if it goes back. Its other methods have effects
+    like those of a `Sink`; `fit` calls them too.
 
     Args:
       hook: a callable of an event, with any of the attributes and methods of `BaseHook`.

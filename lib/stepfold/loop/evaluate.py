@@ -100,7 +100,7 @@ def evaluate_at(
 
 
 def jitted(argument: str, step: Any) -> Callable[[Any, Any], Any]:
-    """Compile a function of a state and a batch, unless it is; it takes a batch on the host."""
+    """Compile a function of a state and a batch on the host, unless it is compiled."""
     read_function(argument, step, "a function of a state and a batch")
     is_jitted = isinstance(step, CompiledStep) or hasattr(step, "lower")
     compiled = step if is_jitted else jax.jit(step)
@@ -115,14 +115,14 @@ def jitted(argument: str, step: Any) -> Callable[[Any, Any], Any]:
 
 
 def check_end(function: str, batches: Any) -> None:
-    """Refuse batches without an end."""
+    """Refuse endless batches."""
     if getattr(batches, "endless", False):
         got = f"{tree.describe_value(batches)} without an end"
         refuse(function, "batches that end", got, f"give {WHOLE_DATA}")
 
 
 def refuse_empty(function: str) -> NoReturn:
-    """Raise an error for batches of which there are none."""
+    """Refuse an iterable without batches."""
     advice = "an iterator that was used up has to be made again for each evaluation"
     refuse(function, "at least one batch", "none", advice, kind=DataError)
 
@@ -133,7 +133,7 @@ def placed_batches(
     mesh: Mesh | None,
     position: Position | None = None,
 ) -> Iterator[Any]:
-    """Yield batches, on the mesh if there is one; all of its processes have equally many."""
+    """Yield batches, on the mesh if there is one; all of its processes get the same number."""
     if mesh is not None and mesh.is_multi_process:
         ready = _in_step(function, batches, position)
     else:
@@ -295,7 +295,7 @@ class Evaluation:
         return batches  # type: ignore[no-any-return]
 
     def check_state(self, state: Any) -> None:
-        """Refuse a state without the average that is to be evaluated."""
+        """Refuse a state without an average if `ema` needs one."""
         if self.ema:
             read_instance(f"{self.name}: ema=True", state, TrainState, "a TrainState")
             jax.eval_shape(get_ema, state)

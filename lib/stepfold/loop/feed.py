@@ -145,7 +145,7 @@ class BatchFeed:
             )
 
     def pull(self) -> Any:
-        """Return the next batch, of the next epoch if need be, or raise StopIteration."""
+        """Return the next batch, perhaps of the next epoch, or raise StopIteration."""
         try:
             return next(self.iterator)
         except StopIteration:
@@ -162,17 +162,32 @@ class BatchFeed:
     def position(self, used: int) -> Any:
         """Return the position of the next batch to use, or None if it is not known.
 
-        After a failed step or pull the batches may be ahead of the last step. `sf.batches` can tell
-        the position after any number of batches, by `state_at`. Other batches then go back to the
-        last known position, and those used since are pulled again.
+        After a failed step or pull, batches may be ahead of the last step. `sf.batches` computes
+        the position after any number of batches, by `state_at`. Other batches go back to the last
+        known position, and those used since are pulled again.
         """
         if not self.is_resumable:
             return None
-        if self._known[0] == used:
-            return self._known[1]
-        position = self._position_after(used)
+        before, known = self._known
+        if before == used:
+            return known
+        if self.is_iterator and hasattr(self.iterator, "state_at"):
+            position = self.iterator.state_at(used)
+        else:
+            position = self._state()
+            if self._pulled != used and _count_in(position) != used:
+                position = self._pull_again(used) if self.can_go_back else None
         self._keep(position, used)
         return position
+
+    def _pull_again(self, used: int) -> Any:
+        """Go back to the last known position, and return the one after `used` batches."""
+        before, position = self._known
+        self._set(position)
+        for _ in range(used - before):
+            self.pull()
+        self._pulled = used
+        return self._state()
 
     def mark(self, step: int, used: int) -> DataPosition:
         """Return the position after a step to keep in memory; it is None if it is large."""
@@ -186,21 +201,6 @@ class BatchFeed:
     def _keep(self, position: Any, used: int) -> None:
         """Keep a position, to return it again and to go back to it, unless it is large."""
         self._known = (-1, None) if self._is_large else (used, position)
-
-    def _position_after(self, used: int) -> Any:
-        if self.is_iterator and hasattr(self.iterator, "state_at"):
-            return self.iterator.state_at(used)
-        state = self._state()
-        if self._pulled == used or _count_in(state) == used:
-            return state
-        if not self.can_go_back:
-            return None
-        before, position = self._known
-        self._set(position)
-        for _ in range(used - before):
-            self.pull()
-        self._pulled = used
-        return self._state()
 
     def _state(self) -> Any:
         state = self.iterator.get_state()
@@ -311,15 +311,15 @@ WHOLE_DATA = "sf.batches(data, 256, epochs=1, remainder='pad')"
 
 
 def owned(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches; copy those of an iterator that may fill its buffers again."""
+    """Yield batches; copy those of an iterator that may reuse its buffers."""
     iterator = iter(batches)
     return map(_copy, iterator) if _may_reuse_buffers(batches, iterator) else iterator
 
 
 def _may_reuse_buffers(batches: Any, iterator: Any) -> bool:
-    """Whether an iterator may write to a batch again before the step has read it.
+    """Whether an iterator may overwrite a batch before the step has read it.
 
-    A step is dispatched, so it may read arrays of numpy after the next batch was pulled.
+    A dispatched step may read numpy arrays after the next batch was pulled.
     """
     is_held = isinstance(batches, list | tuple)
     return not is_held and bool(getattr(iterator, "reuses_buffers", True))

@@ -1,14 +1,14 @@
-"""The fold of a step over batches: `iterate` alone, and with what happens between two steps.
+"""Fold a step over batches: `iterate` does only that, `fold` also does what is due between steps.
 
 A run is folded by *stretches* of steps, with *visits* between them:
 
-    stretch   the bare loop, to the next step after which something is due, or a request comes
-    visit     what is due: log, evaluate, end the epoch, call parts of the user, save
-    end       the same once more, in the order of an end
+    stretch   the bare loop, until something is due or a request comes
+    visit     log, evaluate, end the epoch, call parts of the user, save: each where it is due
+    end       the last events, evaluations and save, after the last step
 
-`stepfold.loop.schedule` says when something is due, and `Inbox` what comes from outside. A second
-visit at a step does only what the first one has left out. A fold begins with one, which finishes
-what an exception has interrupted.
+`Schedule` knows when something is due. Requests from outside come through the `Inbox`. A visit is
+idempotent: a second one at a step does only what the first one has not done. A fold begins with a
+visit, which finishes what an exception interrupted.
 """
 
 import math
@@ -35,7 +35,7 @@ from stepfold.loop.saves import Saves
 from stepfold.loop.schedule import Schedule
 from stepfold.loop.step_runner import StepRunner
 
-_TOO_OFTEN = 1_000  # times that a part is done after one step
+_TOO_OFTEN = 1_000  # calls of a part after one step
 _FAILED = "hooks: failed"  # the message if a process raised while all agree on a replacement
 
 Runs = Generator[Run, None, Run]
@@ -71,13 +71,13 @@ def iterate(
 
 
 class Part(Protocol):
-    """Something of the user that happens between two steps.
+    """User code between two steps: a function from a run to the next run.
 
-    It gets a run and returns the next one. It changes nothing of the run that it gets, so an
-    exception leaves that run as it was before the part. A part that has nothing more to do returns
-    the run itself. With several processes, all of them do the same parts at the same steps.
+    It must not change the run that it gets, since `fit` saves that one after an exception. If there
+    is nothing left to do, it returns the same run. With several processes, all of them call the
+    same parts at the same steps.
 
-    `fit` takes parts among its hooks. It does them after the evaluations and the end of an epoch,
+    `fit` takes parts among its hooks. It calls them after the evaluations and the end of an epoch,
     and before a save. They may also have `open(run)`, called before the first step, and `close()`.
     Both are called again if the run goes back.
 
@@ -127,7 +127,7 @@ class Remote(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class Setup:
-    """What folds a run, and does not change while it is folded."""
+    """What folds a run: its step, batches, hooks and schedule. It stays the same during a fold."""
 
     schedule: Schedule
     runner: StepRunner
@@ -150,7 +150,7 @@ def fold(run: Run, setup: Setup) -> Runs:
         due_step = next_due(run, setup)
         while run.step < due_step and not (run.requests and run.requests.due(run.step)):
             held, run = [run.batch, run.state], run._replace(state=None, batch=None)
-            yield run  # so that nothing else holds what the steps can free
+            yield run  # without the state: the first step can only free what nothing else holds
             run, error = stretch(run, held, setup, min(due_step, inbox.next_vote(run.step)))
             yield run
             if error is StopIteration:
@@ -160,7 +160,7 @@ def fold(run: Run, setup: Setup) -> Runs:
                 raise error
             elif run.step < due_step:
                 run = inbox.poll_votes(run)
-        # A request that ends the run between two visits leaves the rest to the end.
+        # If a request ends the run before the next step that has a visit, `end` does the rest.
         if run.step >= due_step or run.end is None:
             run = yield from visit(run, setup)
             run = inbox.poll_votes_after_visit(run)
@@ -267,9 +267,9 @@ def exhaust(feed: BatchFeed, run: Run) -> Run:
 
 
 def _start(run: Run, setup: Setup) -> Runs:
-    """Show hooks that the run begins; one that has stopped it before does so again.
+    """Show hooks the start of the run. A hook that stopped it before a resume stops it again.
 
-    All processes know it at once, by the word of process 0, so that none does a step until a vote.
+    Process 0 decides for all, so that no process does a step before the first vote.
     """
     event = Event(run.step, run.total, {}, run.state, kind="start")
     with agreement("hooks: not opened"):
@@ -303,20 +303,20 @@ def visit(run: Run, setup: Setup) -> Runs:
 
 
 def log(run: Run, setup: Setup) -> Runs:
-    """Close the interval of metrics at a log point, and show hooks those that are to be read."""
+    """Close the interval of metrics at a log point, and show hooks the intervals that are due."""
     schedule = setup.schedule
     if run.current and schedule.is_log_point(run.step) and not run.is_at_start:
         waited, mark = setup.feed.wait_seconds, setup.feed.mark(run.step, run.batches_used)
         yield (run := run.close_interval(waited, mark))
     if not run.closed:
         return run
-    # A save that a signal requests depends on what hooks say.
+    # A save by a signal waits until hooks saw all metrics, since they may find the state wrong.
     until = run.step if run.requests.has(Kind.SAVE) else schedule.read_until(run.step)
     return (yield from read(run, setup, until))
 
 
 def read(run: Run, setup: Setup, until: int) -> Runs:
-    """Show hooks the log points up to a step."""
+    """Show hooks the metrics of the log points up to a step."""
     setup.inbox.track("hooks", run.step)
     while run.closed and run.closed[0].step <= until:
         shown = run._replace(closed=run.closed[1:])
@@ -325,7 +325,7 @@ def read(run: Run, setup: Setup, until: int) -> Runs:
 
 
 def evaluate(run: Run, setup: Setup, evaluation: Evaluation) -> Runs:
-    """Evaluate the state, unless that is done, and show hooks the metrics."""
+    """Evaluate the state, unless it was evaluated at this step, and show hooks the metrics."""
     inbox, name = setup.inbox, f"evaluation {evaluation.name}"
     if run.evaluated.get(evaluation.name) == run.step:
         return run
@@ -436,7 +436,7 @@ def _show(
     """Show hooks an event; `shown` is the run once they have seen it."""
     inbox, feed, hooks = setup.inbox, setup.feed, setup.hooks
     if inbox.error is not None and hooks.replaces:
-        with suppress(Exception), agreement(_FAILED):  # the others ask for it there
+        with suppress(Exception), agreement(_FAILED):  # where the others wait for this process
             raise inbox.error
     called = inbox.call_hooks(run, _call, shown, setup, read, kind, waited)
     if called is NO_VALUE:
@@ -493,7 +493,7 @@ def _call(
 
 
 def _act(run: Run, setup: Setup, requests: Sequence[HookRequest], step: int, at: int) -> Run:
-    """Act on what hooks requested at an event of `step`; reasons to stop count from `at` on."""
+    """Act on requests of hooks at an event of `step`; a reason to stop ends the run after `at`."""
     for request in requests:
         if isinstance(request, Replace | Reweight):
             run = _replace(run, setup, request, at)
@@ -503,9 +503,9 @@ def _act(run: Run, setup: Setup, requests: Sequence[HookRequest], step: int, at:
 
 
 def _replace(run: Run, setup: Setup, request: Replace | Reweight, at: int) -> Run:
-    """Continue with another state, unless that of this step was saved before.
+    """Replace the state or the weights of a mixture, unless this step was saved before.
 
-    A `Reweight` has an effect on the batches of the steps after `at`.
+    New weights apply to the batches of the steps after `at`.
     """
     if setup.saves is not None and setup.saves.has_saved(run):
         if run.end is None:
@@ -524,7 +524,7 @@ def _replace(run: Run, setup: Setup, request: Replace | Reweight, at: int) -> Ru
 
 
 def end(run: Run, setup: Setup) -> Runs:
-    """End a run: show hooks the rest of the metrics, and let it go back, finish or leave."""
+    """End a run: show hooks the last metrics, then go back, finish it, or leave it to a resume."""
     inbox = setup.inbox
     run = inbox.vote_now(run)
     run = run._replace(is_complete=run.is_complete or run.step == run.total)
@@ -550,7 +550,7 @@ def _end_complete(run: Run, setup: Setup) -> Runs:
         run = _resolve_go_back(inbox.exchange_reasons(run), setup)
         if run.go_back_request is not None:
             return run
-    # A reason to stop a complete run counts only if the run was to do more steps.
+    # A hook that stops a run after its last step has no effect.
     has_reason = run.requests.has(Kind.STOP)
     if has_reason and not run.is_interrupted and run.end and run.end.kind is not Kind.STOP:
         run = inbox.drop_requests(run, Kind.STOP)
@@ -583,25 +583,22 @@ def _save_last(run: Run, saves: Saves | None) -> Run:
 
 def _last_events(run: Run, setup: Setup) -> Runs:
     """Show hooks the open interval, evaluate a last time, and end the epoch."""
+    inbox = setup.inbox
     yield (run := run.close_interval(setup.feed.wait_seconds))
     run = yield from read(run, setup, run.step)
-    yield (run := _end_sinks(run, setup))
+    states = inbox.call_hooks(run, setup.hooks.end, run.hook_states)
+    yield (run := run if states is NO_VALUE else run._replace(hook_states=states))
     for evaluation in setup.evaluations:
         run = yield from evaluate(run, setup, evaluation)
     remote = setup.remote
     while remote is not None and (shown := remote.take(run, setup)) is not run:
         yield (run := shown)
     run = yield from end_epoch(run, setup)
-    return setup.inbox.take_if_alone(run)
-
-
-def _end_sinks(run: Run, setup: Setup) -> Run:
-    states = setup.inbox.call_hooks(run, setup.hooks.end, run.hook_states)
-    return run if states is NO_VALUE else run._replace(hook_states=states)
+    return inbox.take_if_alone(run)
 
 
 def _wait_for_remote(run: Run, setup: Setup) -> Runs:
-    """Wait for what another process evaluates of the steps that are saved."""
+    """Wait for the results of another process, and show them."""
     remote = setup.remote
     if remote is None or run.is_interrupted:
         return run

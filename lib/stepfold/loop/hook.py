@@ -1,4 +1,4 @@
-"""What `fit` takes as hooks: pure hooks, sinks, and objects; and how it calls them."""
+"""Hooks and sinks: what they are, and how a run shows them events and checks what they return."""
 
 import math
 import time
@@ -37,7 +37,7 @@ class Hook(NamedTuple):
     """A pure pair of a first state and an update, as an optimizer of optax is.
 
     The state of a hook is part of the run: a checkpoint has it, and a run that resumes or goes back
-    continues with that of the checkpoint. So `update` must not keep anything elsewhere. A plain
+    continues with that of the checkpoint. So `update` must not keep state anywhere else. A plain
     function of an event is a hook without a state. `sf.hooks.from_object` makes one of an object.
 
     Attributes:
@@ -203,15 +203,14 @@ def call_optional(owner: Any, method: str, *args: Any) -> Any:
 
 
 class Stopwatch:
-    """The seconds that the loop spends in its parts, by name.
+    """The seconds that the loop spends outside of steps, by activity.
 
-    The rest of its time, until `ended_at`, goes into steps: dispatching them and waiting for
-    devices.
+    The rest of the time, until `ended_at`, goes into dispatching steps and waiting for devices.
     """
 
     def __init__(self) -> None:
         self.seconds = defaultdict[str, float](float)
-        self.counts = defaultdict[str, int](int)  # how often a part was measured
+        self.counts = defaultdict[str, int](int)  # of measurements
         self.ended_at: float | None = None  # on the clock of `time.perf_counter`
 
     @contextmanager
@@ -385,9 +384,9 @@ class Hooks:
     def from_saved(self, saved: Sequence[Any], before: States) -> States:
         """Return the states of a checkpoint, and first ones for those that it does not have.
 
-        States of one name match in order. What `before` has in memory alone is kept.
+        States of one name match in order. Entries that only memory has are taken from `before`.
         """
-        known = {*self.names, "progress"}  # the default one may have given way to another
+        known = {*self.names, "progress"}  # the default one, which the user may have replaced
         missing = dict.fromkeys(name for name, _ in saved if name not in known)
         if missing:
             warn(
@@ -417,7 +416,7 @@ def sink_name(sink: Sink) -> str:
 
 
 def _checked(name: str, state: Any, init: Any) -> Any:
-    """Return a saved state, or the first one if it lacks a key of that."""
+    """Return a saved state, or the first state if a key is missing."""
     keys = [key for key in init if not _is_memory(key)] if isinstance(init, dict) else []
     if not keys or state is None or (isinstance(state, dict) and state.keys() >= {*keys}):
         return state
@@ -438,15 +437,15 @@ def _is_memory(key: Any) -> bool:
 
 
 def _has_memory(init: Any) -> bool:
-    """Whether a first state, or one in it as that of a wrapped hook, has keys in memory alone."""
+    """Whether a first state, or that of a wrapped hook in it, has entries that stay in memory."""
     is_dict = isinstance(init, dict)
     return is_dict and any(_is_memory(key) or _has_memory(x) for key, x in init.items())
 
 
 def _without_memory(state: Any, init: Any) -> Any:
-    """Return a state without what stays in memory; None if nothing is left.
+    """Return a state without the entries that stay in memory; None if nothing is left.
 
-    That of an object stays as it is.
+    The state of an object is returned as it is.
     """
     if not isinstance(state, dict) or init is NO_STATE:
         return state
@@ -457,7 +456,7 @@ def _without_memory(state: Any, init: Any) -> Any:
 
 
 def _with_memory(state: Any, before: Any, init: Any) -> Any:
-    """Return a state with what `before` has in memory alone."""
+    """Return a state with the entries of `before` that stay in memory."""
     if not isinstance(state, dict) or not isinstance(before, dict) or init is NO_STATE:
         return state
     inner = {key: x for key, x in init.items() if _has_memory(x)} if isinstance(init, dict) else {}
@@ -466,7 +465,7 @@ def _with_memory(state: Any, before: Any, init: Any) -> Any:
 
 
 def find_save_interval(saving: float, saves: int, rest: float, steps: int) -> int:
-    """Return how many steps apart saves would take 5 % of the time.
+    """Return the number of steps between saves with which they take 5 % of the time.
 
     So far, `saves` took `saving` seconds, and `steps` the `rest` of the time.
     """

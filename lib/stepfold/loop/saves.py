@@ -1,4 +1,4 @@
-"""Checkpoints of a run: one decision about a save, and what it writes."""
+"""Checkpoints of a run: decide whether a save is due, and write it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
@@ -59,10 +59,10 @@ class Saves:
     # The decision
 
     def find_due(self, run: Run) -> Due | None:
-        """Decide about a save between two steps, at the start of a run or after it.
+        """Decide about a save between two steps.
 
-        With several processes, all of them call this at the same steps: a schedule in minutes goes
-        by the clock of process 0.
+        All processes call this at the same steps, since a schedule in minutes uses the clock of
+        process 0.
         """
         series, request = self._series, run.requests.get(Kind.SAVE)
         is_asked = request is not None and request.step <= run.step and run.end is None
@@ -83,9 +83,9 @@ class Saves:
         return self._decide(run, "permanent")
 
     def _decide(self, run: Run, kind: SaveKind | None, *, is_needed: bool = False) -> Due | None:
-        """Return what a save writes at this step, if one of a kind is scheduled or requested.
+        """Return what a save of some kind writes at this step, or None.
 
-        A state that may be wrong, or that the run is to go back from, is not saved. A resume
+        A state that may be wrong is not saved, nor one from which the run goes back. A resume
         repeats the steps since the previous checkpoint, with the same bits.
         """
         series = self._series
@@ -134,7 +134,7 @@ class Saves:
     # The save
 
     def save(self, run: Run, due: Due | None, *, has_user_code: bool = True) -> Run:
-        """Save what is due; a NaN in a parameter ends the run instead.
+        """Save what is due; if a parameter is NaN, end the run instead.
 
         Without `has_user_code`, the data position and the states of hooks are left out.
         """

@@ -7,7 +7,7 @@ from typing import Any
 
 from stepfold.data.epochs import EpochEnds
 
-_LONG = 20  # steps between log points, from which on the next one is too late to read metrics
+_LONG = 20  # steps between log points: with as many, the next one is too late to read metrics
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,9 @@ class Schedule:
     """When something is due: log points, evaluations, saves, the ends of epochs and of the run.
 
     The device needs work while hooks run, so the metrics of a log point are read `delay` steps
-    later, at the step `read_step(log_point)`. They are read at once where an evaluation, a save,
-    the end of an epoch or the end of the run depends on what hooks say. No call of several steps
-    crosses that step, so `delay_of` chooses one that usual calls reach anyway.
+    later, at the step `read_step(log_point)`. They are read at once at an evaluation, a save, and
+    the end of an epoch or of the run, which depend on what hooks return. No call of several steps
+    crosses the step of a read, so `delay_of` chooses a step that usual calls reach anyway.
 
     Attributes:
       log_every: the steps between log points, counted from step 0 of the state.
@@ -41,7 +41,7 @@ class Schedule:
 
     @staticmethod
     def delay_of(log_every: int) -> int:
-        """Return the delay for this distance of log points, if nothing needs the exact state.
+        """Return the delay for a distance of log points, unless a hook needs the exact state.
 
         Metrics are read at the next log point; if that is 20 steps away or more, they are read 10
         steps later, or 16 for multiples of 8 that are none of 10.

@@ -97,7 +97,7 @@ def check_evaluations(evaluation: Any, state: Any) -> list[Evaluation]:
 
 
 def check_batches(feed: BatchFeed, evaluations: Sequence[Evaluation], steps_per_call: int) -> None:
-    """Refuse batches that do not go with the other arguments."""
+    """Refuse batches that do not fit the other arguments."""
     if feed.reads_state and steps_per_call > 1:
         refuse("steps_per_call", "1 for batches that read the state", f"{steps_per_call}")
     for evaluation in evaluations:  # it would move the position of the training data
@@ -138,7 +138,7 @@ def read_hooks(hooks: Any) -> tuple[list[Part], list[Hook], list[Sink]]:
 
 
 def _check_callable(hook: Any, count: int) -> None:
-    """Refuse what is not a function of an event, or of a state and an event."""
+    """Refuse anything but a function of an event, or of a state and an event."""
     # Functions of this package that make hooks; those that are hooks say what they provide.
     is_maker = isinstance(hook, type) or (
         inspect.isfunction(hook)
@@ -270,7 +270,7 @@ class WatchedMetrics:
         self.unseen = {metric: arg for metric, arg in unseen if metric not in event.metrics}
 
     def warn_of_unseen(self, history: History) -> None:
-        """Warn of metrics that were never measured, not even before a resume."""
+        """Warn of metrics that were never measured, before a resume either."""
         for metric, argument in self.unseen.items() if self.saw_event else ():
             if not history.curve(metric) and not metric.startswith(self._remote):
                 warn(

@@ -156,7 +156,7 @@ class _Due(NamedTuple):
 
 
 class _Follower:
-    """The checkpoints of a run, and what is to be evaluated of them."""
+    """The checkpoints of a run, and the evaluations that they still need."""
 
     def __init__(
         self, run_dir: Any, like: Any, evaluations: Sequence[Evaluation], *, takes_all: bool

@@ -120,7 +120,7 @@ class RunFiles:
             self._report.finish(run.step, stop, error)
 
     def note(self, run: Run) -> None:
-        """Note why the state was replaced, for `run.json`."""
+        """Copy the notes on replaced states to `run.json`."""
         if run.notes:
             self._metadata["replacements"] = [*run.notes]
 
@@ -208,7 +208,7 @@ def move_earlier_files(files: RunFiles | None, sinks: Sequence[Sink], step: int)
 
 
 class _EarlierRows:
-    """The curves of `metrics.jsonl` up to a step, read when they are asked for.
+    """The curves of `metrics.jsonl` up to a step, read when they are needed.
 
     The file is open until then, since a later run may move it aside.
     """

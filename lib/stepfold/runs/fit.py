@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import jax
 
 from stepfold.checkpoint.policy import Checkpoints
+from stepfold.core.processes import agreement
 from stepfold.core.state import is_available
 from stepfold.core.validation import as_integer
 from stepfold.errors import refuse, warn
@@ -80,8 +81,7 @@ def fit(
     Args:
       step: a `StepFn`. It is compiled before the first step, once for each batch size. A jitted or
         compiled one is used as it is. Its metrics are those of clu, or plain numbers: a number is
-        logged as its mean over the steps, each of which has weight one, whatever the size of its
-        batch.
+        logged as its mean over the steps, each of which has weight one for any size of its batch.
       state: the initial state. It is donated to the step: do not use it again. Or a function that
         makes it, such as `lambda: sf.init_state(…)`, so that a restart is faster: it is only traced
         if there is a checkpoint to resume from. An abstract state, with shardings, can only resume.
@@ -324,7 +324,9 @@ def _start_or_resume(session: Session, more_steps: int | None, resume: Any) -> N
             where = series.directory if files is None else files.path
             _show(session.hooks.sinks, f"resuming from step {session.run.resumed} of {where}")
             return
-    session.initialize()
+    if session.make_state is not None:
+        with agreement("state: not initialized"):
+            session.run = session.run._replace(state=session.make_state())
     if files is not None:
         files.start(session.run)
     has_writer = any(getattr(sink, "written_files", ()) for sink in session.hooks.sinks)

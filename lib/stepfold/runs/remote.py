@@ -62,7 +62,7 @@ class RemoteResults:
         self._warned_of: set[str] = set()  # at the end
 
     def open(self, run: Run) -> None:
-        """Say what the run awaits, before its first step."""
+        """Write which evaluations the run awaits, before its first step."""
         self._note(run)
         with agreement(f"{self._series.directory}: not opened"):
             if jax.process_index() == 0:
@@ -72,7 +72,7 @@ class RemoteResults:
                 self._write(has_ended=False)
 
     def end(self, run: Run) -> None:
-        """Say that the run has ended, so that other processes end too."""
+        """Write that the run has ended, so that other processes end too."""
         self._note(run)
         self._series.prune()  # steps that no longer wait for an evaluation
         if jax.process_index() == 0:

@@ -1,6 +1,6 @@
-"""Where a run with checkpoints continues from: to resume and to go back.
+"""Continue a run from a checkpoint, to resume or to go back.
 
-Both are one thing: to fold on from another run, which a checkpoint keeps.
+Both are the same: fold from the run that the checkpoint keeps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -93,7 +93,7 @@ def _continue_from_checkpoint(session: Session, series: Series, more_steps: int 
 def continue_from(
     session: Session, restored: Restored, where: Any, more_steps: int | None = None
 ) -> bool:
-    """Continue from a state and what was kept with it; return whether the run is complete."""
+    """Continue from a restored checkpoint; return whether its run was complete."""
     extra = restored.extra if isinstance(restored.extra, dict) else {}
     saved: Any = extra.get("fit") or {}
     if saved and (not isinstance(saved, dict) or saved.get("format") != FORMAT):
@@ -151,7 +151,7 @@ def _restore_parts(session: Session, series: Series) -> Restored:
 
 
 def _advise(paths: Sequence[str]) -> str:
-    """Say what to do about a checkpoint whose state differs at some paths."""
+    """Advise on a checkpoint whose state differs at some paths."""
     if all(path.startswith("opt_state") for path in paths):
         return (
             ": it was saved with another optimizer; to continue with this one, give "

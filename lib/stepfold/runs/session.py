@@ -1,7 +1,4 @@
-"""What folds a run: its step, batches, hooks and checkpoints; and the state that it starts with.
-
-A resume only describes that state if it is given as a function.
-"""
+"""A call of `fit` as one object: what folds a run, the run, and the state that it starts with."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class Session(Setup):
-    """A call of `fit`: what folds a run, and the run that is folded.
+    """A call of `fit`: a `Setup`, the run that it folds, and what the fold does not need to know.
 
     Attributes:
       run: the run, the one value that changes; after an exception, the last one.
@@ -67,13 +64,8 @@ class Session(Setup):
             from stepfold.runs.rollback import Rollbacks  # lazy, as all that needs checkpoints
 
             self.rollbacks = Rollbacks(self.series, self.feed)
-            self.series.on_request(partial(self.inbox.notify, Request(Kind.SAVE)))
-
-    def initialize(self) -> None:
-        """Make the state of a run that does not resume, if it was given as a function."""
-        if self.make_state is not None:
-            with agreement("state: not initialized"):
-                self.run = self.run._replace(state=self.make_state())
+            inbox = self.inbox
+            self.series.on_request(lambda: inbox.notify(Request(Kind.SAVE)))
 
     def fold(self) -> None:
         """Fold to the end, or until the run goes back; save before an exception propagates."""
@@ -106,7 +98,7 @@ class Session(Setup):
                 call_optional(part, "close")
 
     def _prepare(self) -> None:
-        """Make what depends on where the fold begins: the schedule and what saves."""
+        """Make what depends on the step at which the fold begins: the schedule and the saves."""
         run, feed = self.run, self.feed
         first_step = run.step - run.batches_used
         self.schedule = replace(
@@ -161,7 +153,7 @@ class Session(Setup):
         if self.run.requests.has(Kind.STOP) and not has_stopped:
             is_new = self.run.resumed == self.run.step != self.run.total
             self.was_over = self.was_over or is_new
-        for self.run in runs:  # each is the one of this session until the next one
+        for self.run in runs:  # so that after an exception, this session has the last one
             if self.files is not None:
                 self.files.note(self.run)
 
@@ -271,7 +263,7 @@ class InitialState(NamedTuple):
 
 
 def _describe(function: Callable[[], Any]) -> InitialState:
-    """Trace a function that makes a state, and compute no more than its step and settings."""
+    """Trace a function that makes a state; compute only its step and hyper-parameters."""
 
     def make() -> Any:
         state = strengthen(function())
@@ -303,7 +295,7 @@ def _describe(function: Callable[[], Any]) -> InitialState:
 
 
 def _check_shardings(state: Any, described: Any) -> None:
-    """Check that a resume, which does not run the function, knows where the state is."""
+    """Check that the state is where the trace says, since a resume only traces the function."""
     forms = jax.tree.leaves(described)
     for (name, leaf), form in zip(tree.named_leaves(state, "state"), forms, strict=True):
         sharding, traced = committed_sharding(leaf), form.sharding
