@@ -15,7 +15,7 @@ import stepfold as sf
 
 LIB = str(Path(sf.__file__).parent)
 # Functions, files, and classes beyond those that the step, the state and the batches hold.
-MOST = {"plain": (190, 26, 19), "everything": (506, 58, 36)}
+MOST = {"plain": (191, 26, 19), "everything": (507, 58, 36)}
 NAMELESS = ("<module>", "<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
 

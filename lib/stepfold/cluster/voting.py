@@ -14,22 +14,31 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from stepfold.core.processes import KeyValues, Position, spell_error, spell_processes
+from stepfold.core.processes import (
+    KeyValues,
+    Position,
+    agreement,
+    spell_error,
+    spell_processes,
+)
 from stepfold.errors import DataError, StepfoldError, refuse, warn
 from stepfold.loop.evaluate import Gather
-from stepfold.loop.events import GoBack, Stop
+from stepfold.loop.events import Event, GoBack, HookRequest, Replace, Reweight, Stop
 from stepfold.loop.feed import BatchFeed
+from stepfold.loop.hook import Hooks, States
 from stepfold.loop.inbox import NO_VALUE, Inbox
 from stepfold.loop.run import Kind, Request, Requests, Run
 
 _VOTE_SECONDS = 0.25  # between votes
 _VISIT_VOTE_SECONDS = 0.02  # the same, after a visit
 _MAX_VOTE_STEPS = 256  # between votes, as steps may become slower
+_FAILED = "hooks: failed"  # the message if a process raised while all agree on a replacement
 # The fields of a run that events change, besides `closed`.
 _SEEN = (
     *("epoch_ended_at", "logged_step", "logged_metrics", "evaluated", "history", "hook_states"),
@@ -54,6 +63,7 @@ class Voting(Inbox):
 
     def __init__(self) -> None:
         super().__init__()
+        self.error: Exception | None = None  # of a hook; raised once all have stopped and saved
         self.position = Position()
         self._inbox = deque[Request]()  # of this process, for its next vote
         self._own = Requests()
@@ -204,6 +214,14 @@ class Voting(Inbox):
         self._seen = self.as_hooks_saw(run)
         return NO_VALUE
 
+    def update_hooks(
+        self, run: Run, hooks: Hooks, states: States, make_event: Callable[[], Event]
+    ) -> Any:
+        if self.error is not None and hooks.replaces:
+            with suppress(Exception), agreement(_FAILED):  # where the others wait for this process
+                raise self.error
+        return self.call_hooks(run, _update_hooks, hooks, states, make_event)
+
     def _defer(self, run: Run, error: Exception) -> None:
         """Take part in what the others do until they know of the error."""
         if self.error is None:
@@ -297,6 +315,29 @@ class Voting(Inbox):
         else:
             reason = own.reason if own else Stop("hook", f"process {process} stopped")
         return Request(kind, 0, reason, by_hook=own is None or own.by_hook)
+
+
+def _update_hooks(
+    hooks: Hooks, states: States, make_event: Callable[[], Event]
+) -> tuple[States, Event, list[HookRequest]]:
+    """Call the hooks, and check that either all processes replace the state or none."""
+    event = make_event()
+    with agreement(_FAILED) if hooks.replaces else nullcontext():
+        states, event, requests = hooks.update(states, event)
+    reasons = [
+        request.why if isinstance(request, Replace) else f"{request.why}: {request.weights}"
+        for request in requests
+        if isinstance(request, Replace | Reweight)
+    ]
+    if reasons and not hooks.replaces:
+        expected = "Hook(returns=[Replace, Reweight]), for a hook that returns one of them"
+        advice = "set replaces_state = True on a function or an object, and return the same"
+        refuse("hooks", expected, "none", f"{advice} in all processes")
+    if hooks.replaces:
+        gathered = KeyValues("fit").gather(reasons, "an event")
+        if any(others != reasons for others in gathered):
+            refuse("hooks", "the same replacements in every process", str(gathered))
+    return states, event, requests
 
 
 def _read_reason(kind: Kind, reason: Any) -> Any:

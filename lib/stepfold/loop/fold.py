@@ -13,20 +13,20 @@ visit, which finishes what an exception interrupted.
 
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
 import jax
 
-from stepfold.core.processes import KeyValues, Position, agreement, broadcast_from_first
+from stepfold.core.processes import Position, agreement, broadcast_from_first
 from stepfold.data.epochs import size_at
 from stepfold.errors import DataError, refuse, warn
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.events import Event, EventMetrics, HookRequest, Replace, Reweight, Stop
 from stepfold.loop.feed import BatchFeed, batch_sizes
-from stepfold.loop.hook import Hooks, States
+from stepfold.loop.hook import Hooks
 from stepfold.loop.inbox import NO_VALUE, Inbox, WaitInterrupted
 from stepfold.loop.intervals import Steps
 from stepfold.loop.metrics import Interval
@@ -36,7 +36,6 @@ from stepfold.loop.schedule import Schedule
 from stepfold.loop.step_runner import StepRunner
 
 _TOO_OFTEN = 1_000  # calls of a part after one step
-_FAILED = "hooks: failed"  # the message if a process raised while all agree on a replacement
 
 Runs = Generator[Run, None, Run]
 """Yields each run, so that after an exception the last one is known, and returns the last."""
@@ -434,11 +433,9 @@ def _show(
     waited: float | None,
 ) -> Run:
     """Show hooks an event; `shown` is the run once they have seen it."""
-    inbox, feed, hooks = setup.inbox, setup.feed, setup.hooks
-    if inbox.error is not None and hooks.replaces:
-        with suppress(Exception), agreement(_FAILED):  # where the others wait for this process
-            raise inbox.error
-    called = inbox.call_hooks(run, _call, shown, setup, read, kind, waited)
+    inbox, feed = setup.inbox, setup.feed
+    make_event = partial(_make_event, run, setup, read, kind, waited)
+    called = inbox.update_hooks(run, setup.hooks, shown.hook_states, make_event)
     if called is NO_VALUE:
         return shown
     states, event, requests = called
@@ -452,13 +449,12 @@ def _show(
     return run
 
 
-def _call(
+def _make_event(
     run: Run, setup: Setup, read: Callable[[], Interval], kind: str, waited: float | None
-) -> tuple[States, Event, list[HookRequest]]:
-    """Call the hooks; with several processes, either all or none replace the state."""
-    hooks, interval = setup.hooks, read()
+) -> Event:
+    interval = read()
     leaves, structure = jax.tree.flatten(run.state)
-    event = Event(
+    return Event(
         interval.step,
         run.total,
         EventMetrics(interval.metrics),
@@ -469,27 +465,9 @@ def _call(
         batch=run.batch,
         data_wait_seconds=setup.feed.wait_seconds if waited is None else waited,
         kind=kind,
-        hook_seconds=hooks.seconds,
+        hook_seconds=setup.hooks.seconds,
         is_late=kind != "train" and interval.step < run.step,
     )
-    if setup.inbox.is_alone:
-        return hooks.update(run.hook_states, event)
-    with agreement(_FAILED) if hooks.replaces else nullcontext():
-        states, event, requests = hooks.update(run.hook_states, event)
-    reasons = [
-        request.why if isinstance(request, Replace) else f"{request.why}: {request.weights}"
-        for request in requests
-        if isinstance(request, Replace | Reweight)
-    ]
-    if reasons and not hooks.replaces:
-        expected = "Hook(returns=[Replace, Reweight]), for a hook that returns one of them"
-        advice = "set replaces_state = True on a function or an object, and return the same"
-        refuse("hooks", expected, "none", f"{advice} in all processes")
-    if hooks.replaces:
-        gathered = KeyValues("fit").gather(reasons, "an event")
-        if any(others != reasons for others in gathered):
-            refuse("hooks", "the same replacements in every process", str(gathered))
-    return states, event, requests
 
 
 def _act(run: Run, setup: Setup, requests: Sequence[HookRequest], step: int, at: int) -> Run:

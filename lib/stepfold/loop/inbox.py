@@ -16,7 +16,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from stepfold.core.processes import Position
+from stepfold.loop.events import Event
 from stepfold.loop.feed import BatchFeed
+from stepfold.loop.hook import Hooks, States
 from stepfold.loop.run import Kind, Request, Run
 
 if TYPE_CHECKING:
@@ -51,7 +53,6 @@ class Inbox:
     Attributes:
       agreed: the requests that the fold has not taken yet; all processes agree on them.
       position: the progress of this process, if there are others.
-      error: of a hook, if it is raised only once all processes have stopped and saved.
       signal: the number of the first signal to stop, once it has come.
       leaves_at_once: whether a second one has come.
       leave_together: whether all processes end the run with an error.
@@ -62,7 +63,6 @@ class Inbox:
     position: Position | None = None
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
         self.signal: int | None = None
         self.leaves_at_once = self.leave_together = self.is_waiting = False
         self.agreed = deque[Request]()
@@ -134,6 +134,16 @@ class Inbox:
         `run` is the one before the event. A resume continues from it.
         """
         return function(*args)
+
+    def update_hooks(
+        self,
+        run: Run,  # noqa: ARG002
+        hooks: Hooks,
+        states: States,
+        make_event: Callable[[], Event],
+    ) -> Any:
+        """Call hooks with an event with metrics; either all processes replace the state or none."""
+        return hooks.update(states, make_event())
 
     def as_hooks_saw(self, run: Run) -> Run:
         """Return the run for a checkpoint: after an error, without events that no hook saw."""
