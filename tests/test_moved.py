@@ -44,7 +44,7 @@ def test_a_name_of_0_2_is_there_or_warns_of_its_new_place(name):
 
 
 def test_an_import_of_an_old_name_warns_at_its_line():
-    with pytest.warns(DeprecationWarning, match="sf.stop_early is now sf.hooks") as caught:
+    with pytest.warns(DeprecationWarning, match="sf.hooks.stop_early is now sf.hooks") as caught:
         from stepfold import stop_early  # noqa: F401
     assert caught[0].filename == __file__
 

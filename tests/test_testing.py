@@ -295,7 +295,9 @@ def make_run(careless=False):
 def test_a_run_is_cut_and_compared(careless):
     run = make_run(careless)
     if careless:
-        with pytest.raises(testing.LawError, match="contents of the data"):
+        with pytest.raises(
+            testing.LawError, match="(?s)^check_resume: the run that was cut .*contents of"
+        ):
             testing.check_resume(run, cuts=1)
     else:
         testing.check_resume(run, cuts=2)
@@ -305,5 +307,15 @@ def test_a_run_that_fails_without_a_cut_is_shown():
     def run(directory):
         raise ValueError("of the user")
 
-    with pytest.raises(ConfigError, match="of the user"):
+    with pytest.raises(ConfigError, match="(?s)^run: its process ended with code 1:.*of the user"):
         testing.check_resume(run)
+
+
+def test_a_run_that_takes_too_long_is_ended():
+    def run(directory):
+        import time
+
+        time.sleep(60)
+
+    with pytest.raises(ConfigError, match="^timeout: the run did not end in time; give it more"):
+        testing.check_resume(run, timeout=0.5)

@@ -2,8 +2,9 @@
 
 Every error that stepfold raises on purpose is a `StepfoldError`, so that one `except` clause can
 tell it from a bug. Each subclass also derives from the built-in exception that fits, so that
-generic handlers catch it. `refuse` raises most of them, so that their messages read alike. `warn`
-shows all warnings, so that they point to the line of the user.
+generic handlers catch it. `refuse` raises those that an argument, a field or a leaf causes, so that
+their messages read alike. All others are sentences: what happened, then what to do. `warn` shows
+all warnings, so that they point to the line of the user.
 """
 
 import inspect

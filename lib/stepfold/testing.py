@@ -405,9 +405,9 @@ def check_resume(
         if problem:
             where = ", ".join(f"{int(step):,}" for step in chosen)
             raise LawError(
-                f"check_resume: expected the run without cuts, got another after cuts at step "
-                f"{where}; let state, batches and hooks keep all that decides the next step\n"
-                + problem.replace(f"{whole}", "whole").replace(f"{cut}", "cut")
+                f"check_resume: the run that was cut and resumed at step {where} differs from the "
+                "one without cuts; let state, batches and hooks keep all that decides the next "
+                "step\n" + problem.replace(f"{whole}", "whole").replace(f"{cut}", "cut")
             )
 
 
@@ -433,7 +433,7 @@ def _run(
         try:
             while process.poll() is None:
                 if time.monotonic() > deadline:
-                    refuse("timeout", "a longer time for the run", "an end of the time")
+                    raise ConfigError("timeout: the run did not end in time; give it more seconds")
                 if (last_step(directory / "metrics.jsonl") or 0) >= until:
                     process.send_signal(kill)
                     process.wait(max(1.0, deadline - time.monotonic()))
@@ -443,7 +443,7 @@ def _run(
             process.kill()
     if process.returncode:
         end = log.read_text(errors="replace").strip()[-2000:]
-        raise ConfigError(f"run: expected it to end with code 0, got {process.returncode}:\n{end}")
+        raise ConfigError(f"run: its process ended with code {process.returncode}:\n{end}")
 
 
 # Comparisons

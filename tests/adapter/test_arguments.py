@@ -59,7 +59,8 @@ def test_either_name_sets_and_reads_the_value(alias, name):
 
 def test_two_names_that_disagree():
     with pytest.raises(
-        sf.errors.ConfigError, match=r"max_steps, max_training_steps: two names .* got 3 and 4"
+        sf.errors.ConfigError,
+        match=r"max_steps, max_training_steps: expected one value, .* got 3 and 4",
     ):
         TrainingArguments(max_steps=3, max_training_steps=4)
     assert TrainingArguments(max_steps=3, max_training_steps=3).max_steps == 3

@@ -245,7 +245,7 @@ def test_nothing_is_written_without_a_directory_or_if_switched_off(tmp_path):
     assert writers(TrainingArguments(output_dir=tmp_path, performance_mode=True)) is None
     with pytest.raises(
         sf.errors.ConfigError,
-        match=r"report_to: expected no files without output_dir, got \('csv',\); give output_dir",
+        match=r"report_to=\('csv',\) has no directory to write to; give output_dir",
     ):
         writers(TrainingArguments(report_to=("csv",)))
 

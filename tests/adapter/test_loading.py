@@ -260,5 +260,5 @@ def test_a_stream_and_missing_grain_are_refused(monkeypatch):
     ):
         GrainStream(iter(range(6)))
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
-    with pytest.raises(sf.errors.ConfigError, match=r"pip install 'stepfold\[grain\]'"):
+    with pytest.raises(sf.errors.ConfigError, match=r"^grain is not installed; run pip install '"):
         GrainStream(range(6))

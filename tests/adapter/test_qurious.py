@@ -987,7 +987,7 @@ def test_settings_that_the_trainer_does_not_use_are_warned_of():
 )
 def test_a_scheduler_that_looks_like_a_rate_is_warned_of(scheduler):
     message = (
-        r"scheduler: expected a factor of the updates, .* at most, as of a learning rate; give"
+        r"scheduler: expected a factor of the updates, .* which look like a learning rate; give"
     )
     with pytest.warns(UserWarning, match=message):
         made(scheduler=scheduler)

@@ -48,7 +48,7 @@ def test_missing_parts_are_named():
     ):
         digits.trainer(given={"dataset_eval": None}).evaluate()
     with pytest.raises(
-        sf.errors.ConfigError, match="best_state: expected metric_for_best_model and an"
+        sf.errors.ConfigError, match="best_state needs metric_for_best_model and output"
     ):
         _ = digits.trainer().best_state
     on_train = {"early_stopping_patience": 1, "metric_for_best_model": "train.loss"}

@@ -180,7 +180,7 @@ def test_of_two_writers_of_a_step_exactly_one_wins(folder):
     for thread in threads:
         thread.join()
     ((loser, error),) = ends.items()
-    assert "expected a new step, got 1, which is there already" in error
+    assert "step 1 already exists; delete it" in error
     check_same(sf.restore(file_url(folder), like()).state, state(3 - loser))
     assert open_store(file_url(folder)).other_names() == []  # the other's folder is gone
 
@@ -246,7 +246,7 @@ def test_a_step_that_goes_meanwhile_is_not_read(folder, monkeypatch):
     monkeypatch.setattr(bucket.BucketStore, "steps", lambda store: [1, 2])
     assert sf.restore(url, like()).step == 1
     with pytest.raises(
-        sf.errors.CheckpointError, match="got none: each was deleted before it was read"
+        sf.errors.CheckpointError, match="no checkpoint can be restored: each was deleted before"
     ):
         sf.restore(url, like(), step=2)
 
@@ -487,7 +487,7 @@ def test_lists_that_are_out_of_date_cost_no_step(server, tmp_path):
         sf.save(url, state(3), step=3)
         assert sf.checkpoint.latest_step(url) == 2
         check_same(sf.restore(url, like(), step=1).state, state(1))
-        with pytest.raises(sf.errors.CheckpointError, match="got 3, which is there already"):
+        with pytest.raises(sf.errors.CheckpointError, match="step 3 already exists; delete it"):
             sf.save(url, state(4), step=3)
         # Step 2 is still listed.
         store.delete(2)

@@ -139,7 +139,7 @@ def test_without_a_whole_step_nothing_is_shown(folder, says):
         (folder / str(step) / "state" / "_METADATA").unlink()
     code, lines = says("show", folder)
     assert code == 1
-    assert "expected a complete step, got 1, 2" in sentence(lines)
+    assert "no step is complete; there are 1, 2" in sentence(lines)
     code, lines = says("show", folder, 2)
     assert code == 1
     assert "2: damaged: _METADATA: expected" in sentence(lines)

@@ -15,6 +15,7 @@ from stepfold.checkpoint.leaves import to_json
 from stepfold.checkpoint.manifest import (
     ForeignError,
     NewerError,
+    checked_form,
     read_checked,
     read_leaf,
     write_checked,
@@ -99,3 +100,9 @@ def test_a_step_that_no_checkpoint_can_count_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="step: expected an integer below 2.*got 9223372036854"):
         sf.save(tmp_path, {"w": np.ones(2)}, step=2**63)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_manifests_of_another_form_are_damage():
+    says = r"^runs/a/3: the manifests are not those of stepfold: KeyError\('arrays'\)$"
+    with pytest.raises(sf.errors.CheckpointError, match=says), checked_form("runs/a/3"):
+        _ = {}["arrays"]

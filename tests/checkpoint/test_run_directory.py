@@ -99,7 +99,7 @@ def test_a_path_and_its_url_are_one_series(tmp_path, layout):
         series.save(STATE, step=3)
     for name in names:
         assert sf.checkpoint.verify(name) == {2: [], 3: []}
-    with pytest.raises(CheckpointError, match="expected a new step, got 3, which is there already"):
+    with pytest.raises(CheckpointError, match="step 3 already exists; delete it"):
         sf.save(second, STATE, step=3)
     is_bucket = (tmp_path / "a b/3.commit").exists()
     assert is_bucket == (layout == "bucket")

@@ -104,7 +104,10 @@ def test_a_buffer_may_be_modified_as_soon_as_save_returns(place):
             jnp.ones(2),
             r"data/a/0: expected JSON or numpy arrays, got float32\[2\]; ",
         ),
-        ({"number of an array": 1}, "data/a/0: expected another key than 'number of an array'"),
+        (
+            {"number of an array": 1},
+            "data/a/0: the key 'number of an array' is reserved",
+        ),
     ],
 )
 def test_an_array_that_has_no_place_is_refused_with_its_path(tmp_path, value, words):

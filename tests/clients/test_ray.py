@@ -77,5 +77,5 @@ def test_start_distributed_says_what_an_actor_of_several_has_to_pass():
         ray.shutdown()
     alone, refused = found
     assert alone == "alone"
-    assert refused.startswith("Ray: expected coordinator, processes and process, since ")
-    assert "in a placement group of 2 bundles; pass them from the driver" in refused
+    assert refused.startswith("Ray does not number the actors of a placement group of 2 bundles; ")
+    assert "pass coordinator, processes and process from the driver" in refused

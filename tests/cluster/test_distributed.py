@@ -156,7 +156,7 @@ def test_one_of_several_actors_of_ray_does_not_train_alone(bundles, environ, sta
         assert start_distributed().how == "alone"
         return
     with pytest.raises(
-        sf.errors.ConfigError, match="got nothing, in a placement group of 2 bundles"
+        sf.errors.ConfigError, match="Ray does not number the actors of a placement group of 2"
     ):
         start_distributed()
     assert start_distributed("a:1", 2, 1).process == 1
@@ -204,8 +204,7 @@ def test_a_launcher_of_one_task_leaves_it_alone(environ, started, variables):
         ),
         (
             MPI_5 | {"PMIX_NAMESPACE": "?"},
-            "Open MPI: expected the environment to name the host of process 0 of 4, got "
-            "nothing; give coordinator='host:port'",
+            "Open MPI does not name the host of process 0 of 4; give coordinator='host:port'",
         ),
         (SRUN | {"SLURM_PROCID": "x"}, "SLURM: expected a number .* SLURM_PROCID, got 'x'"),
         (
@@ -234,11 +233,11 @@ def test_half_an_environment_is_refused(environ, started, variables, message):
         ({"coordinator": 1234}, "coordinator: expected an address with a port, .* got 1234"),
         (
             {"coordinator": "a:1"},
-            "expected coordinator, processes and process together, or under mpirun or srun the "
-            "coordinator alone, or nothing; got coordinator='a:1', processes=None, process=None, "
-            "and no launcher around",
+            "coordinator, processes, process: expected all three, none of them, or under mpirun or "
+            "srun the coordinator alone, got coordinator='a:1', processes=None, process=None, "
+            "under no launcher",
         ),
-        ({"processes": 2, "process": 0}, "got coordinator=None, processes=2, process=0, and no"),
+        ({"processes": 2, "process": 0}, "got coordinator=None, processes=2, process=0, under"),
         (
             {"coordinator": "a:1", "processes": 2, "process": 2},
             "explicit coordinator: expected 0 <= process < processes, got process=2 and "
@@ -259,15 +258,15 @@ def test_arguments_that_do_not_fit_are_refused(environ, started, given, message)
 
 def test_processes_and_process_are_not_taken_alone_from_under_a_launcher(environ, started):
     environ(SRUN)
-    with pytest.raises(sf.errors.ConfigError, match="processes=None, process=1, and SLURM around"):
+    with pytest.raises(sf.errors.ConfigError, match="processes=None, process=1, under SLURM"):
         start_distributed("a:1", process=1)
 
 
 def test_what_runs_cannot_be_changed(environ, started, monkeypatch):
     runs_as(monkeypatch, 1, 2)
     message = (
-        "expected process 0 of 2, but jax already runs as process 1 of 2; start it "
-        "once, or drop the arguments"
+        "process: jax already runs as process 1 of 2, not as process 0 of 2; start it once, or "
+        "drop the arguments"
     )
     with pytest.raises(sf.errors.ConfigError, match=message):
         start_distributed("a:1", 2, 0)
@@ -339,7 +338,7 @@ def ended():
 def test_a_kubernetes_job_that_jax_cannot_ask_about_is_refused(ended):
     code, _, errors = ended["kubernetes"]
     assert code == 1
-    assert "Kubernetes: expected jax to find the processes, got " in errors
+    assert "Kubernetes: jax did not find the processes: " in errors
     assert "pip install 'jax[k8s]'" in errors
 
 
@@ -348,8 +347,8 @@ def test_a_coordinator_that_does_not_answer_is_named(ended):
     code, _, errors = ended["no answer"]
     assert code == 1
     assert (
-        "ConfigError: process 1 of 2 (explicit coordinator): expected all of them at the "
-        f"coordinator {NOBODY} within 1 s; nothing answers there ([Errno 111] Connection refused)"
+        "ConfigError: process 1 of 2 (explicit coordinator): not all processes connected to the "
+        f"coordinator {NOBODY} in 1 s; nothing answers there ([Errno 111] Connection refused)"
     ) in errors
 
 
@@ -358,8 +357,8 @@ def test_processes_that_do_not_come_are_missed(ended):
     code, _, errors = ended["no peer"]
     assert code == 1
     assert (
-        "ConfigError: process 0 of 2 (explicit coordinator): expected all of them at the "
-        f"coordinator {FIRST} within 1 s; it answers, so another process was not started, or has"
+        "ConfigError: process 0 of 2 (explicit coordinator): not all processes connected to the "
+        f"coordinator {FIRST} in 1 s; it answers, so another process was not started, or has"
     ) in errors
 
 

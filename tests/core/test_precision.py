@@ -199,7 +199,7 @@ def test_a_scale_inside_another_optimizer_is_refused(wrap):
     tx = wrap(sf.dynamic_loss_scale(optax.sgd(1.0)))
     state = sf.init_state(jnp.ones(()), tx, jax.random.key(0))
     with pytest.raises(
-        sf.errors.ConfigError, match="dynamic_loss_scale: expected it once and around"
+        sf.errors.ConfigError, match="dynamic_loss_scale is inside another optimizer"
     ):
         sf.make_train_step(lambda p, b, k: sf.mean(p * b), tx)(state, jnp.ones(2))
 

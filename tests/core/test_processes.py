@@ -77,7 +77,7 @@ def test_without_an_answer_the_late_process_is_named_unless_there_is_an_own_erro
     service, monkeypatch
 ):
     monkeypatch.setattr(processes, "DEFAULT_TIMEOUT", 0.2)
-    message = "not saved: expected an answer from every process, got none from process 1 in 0.2 s"
+    message = "not saved: process 1 did not respond in 0.2 s, while the others wait for an answer"
     with pytest.raises(sf.errors.PeerTimeoutError, match=message), agreement("not saved"):
         pass
     with pytest.raises(KeyError, match="own"), agreement("not saved"):

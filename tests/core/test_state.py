@@ -384,7 +384,7 @@ def test_what_was_donated_is_refused_by_its_path_and_what_is_there_or_traced_is_
     check_not_donated(state)
     jax.eval_shape(check_not_donated, state)
     jax.jit(lambda x: x + 1, donate_argnums=0)(state["b"]["c"])
-    words = "^state/b/c, …: the arrays were donated to an earlier call and are gone; go on with the"
+    words = "^state/b/c, …: the arrays were donated to an earlier call and are gone; continue"
     with pytest.raises(sf.errors.ConfigError, match=words):
         check_not_donated(state)
     with pytest.raises(sf.errors.ConfigError, match="^state, …: the arrays were donated"):

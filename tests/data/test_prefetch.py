@@ -284,7 +284,7 @@ def test_a_batch_that_could_not_be_placed_is_placed_again():
             next(stream)
     assert list(stream) == [20, 30]
     with pytest.raises(
-        sf.errors.DataError, match="^sharding: StopIteration came up while a batch was p"
+        sf.errors.DataError, match="^sharding: StopIteration was raised while a batch"
     ):
         next(sf.prefetch([1], sharding=lambda batch: next(iter(()))))
     with pytest.raises(

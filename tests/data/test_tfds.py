@@ -111,7 +111,9 @@ def test_versions_splits_and_builders(folder, tmp_path):
     assert repr(old) == "tfds_source(digits/1.0.0 train[:10%]: 150 examples)"
     builder = tfds.builder_from_directory(folder / "digits" / "1.0.0")
     assert (sf.tfds_source(builder, "train")[7]["image"] == old[7]["image"]).all()
-    with pytest.raises(sf.errors.DataError, match="digits/1.0.0 to be prepared in .*, got nothing"):
+    with pytest.raises(
+        sf.errors.DataError, match="digits/1.0.0 is not prepared in .*; prepare it once"
+    ):
         sf.tfds_source(Digits(data_dir=tmp_path), "train")
 
 
@@ -132,8 +134,8 @@ def test_position_of_another_version_or_split_is_refused(folder, other, says):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("mnist", "'mnist' to be prepared in .*, got no .*; prepare it once, with builder"),
-        ("digits:9.0.0", "'digits:9.0.0' to be prepared in .* got no such dataset or version"),
+        ("mnist", "no dataset or version 'mnist' is prepared in .*; prepare it once, with builder"),
+        ("digits:9.0.0", "no dataset or version 'digits:9.0.0' is prepared in"),
     ],
 )
 def test_missing_dataset_is_refused_and_not_prepared(folder, name, says):

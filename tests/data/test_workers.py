@@ -317,8 +317,11 @@ def test_errors_and_deaths_are_raised_at_their_batch_and_warnings_are_shown():
             assert 'raise KeyError("ten")' in text
         expected = {
             7: (sf.errors.DataError, "batch of step 7 raised .*OwnError: fourteen"),
-            9: (sf.errors.DataError, "batch of step 9, got 3 that died .* the last by SIGSEGV"),
-            11: (sf.errors.DataError, "only numpy and Python in the batch of step 11"),
+            9: (
+                sf.errors.DataError,
+                "3 processes died while they made the batch of step 9, .* by SIGSEGV",
+            ),
+            11: (sf.errors.DataError, "workers: the batch of step 11 uses jax, which"),
             13: (UserWarning, "twenty-six"),
             14: (SystemExit, "3"),
         }

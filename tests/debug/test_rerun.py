@@ -286,7 +286,7 @@ def test_where_nothing_can_be_compared_it_is_not_called_reproduced(tmp_path):
 
 def test_an_attribute_of_an_earlier_version_is_named_anew():
     replayed = replay(run([*good(), with_rows(2)]), STEP, state=start())
-    with pytest.raises(AttributeError, match="expected newly_nonfinite, the new name of spoilt"):
+    with pytest.raises(AttributeError, match="Replay.spoilt is now Replay.newly_nonfinite"):
         replayed.spoilt  # noqa: B018
     with pytest.raises(AttributeError, match="Replay has no attribute 'other'"):
         replayed.other  # noqa: B018

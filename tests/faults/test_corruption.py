@@ -203,6 +203,6 @@ def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_over(tmp_path, da
     damage(array, random.Random(0))
     for _ in range(2):
         with pytest.raises(
-            sf.errors.CheckpointError, match="expected a good checkpoint, got none: step 5"
+            sf.errors.CheckpointError, match="no checkpoint can be restored: step 5"
         ):
             course.run(tmp_path, steps=10, checkpoints=sf.Checkpoints(every=5))

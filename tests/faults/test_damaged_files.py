@@ -161,7 +161,7 @@ def test_nul_bytes_are_cut_from_the_rows_with_one_warning(tmp_path, name, lost):
     path.write_bytes(change(path.read_bytes()))
     result, (message,) = run_with_files(tmp_path, 8)
     assert (result.resumed, result.steps) == (4, 8)
-    assert f"{name}: expected lines of metrics, got NUL bytes, as a power loss leaves" in message
+    assert f"{name}: the file ended in NUL bytes, as after a power loss; they are" in message
     kept = left | ({4} if name == "metrics.jsonl" else set())  # the checkpoint has the last row
     assert steps_of(path) == [*sorted(kept), 6, 8]
 
@@ -239,7 +239,7 @@ def saved(series):
     return sorted(path.name for path in series.iterdir() if path.name.isdecimal())
 
 
-ADVICE = r"rollbacks\.json: .*; restore it from a copy, or move it away and give batches without"
+ADVICE = r"rollbacks\.json is damaged: .*; restore it from a copy, or move it away and give bat"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -287,7 +287,7 @@ def test_a_new_run_replaces_a_damaged_note(series, kind):
         shutil.rmtree(series / step)
     damage(series / "rollbacks.json", kind)
     (series.parent / "metrics.jsonl").unlink()
-    with pytest.warns(RuntimeWarning, match=r"rollbacks\.json: .*; it is replaced"):
+    with pytest.warns(RuntimeWarning, match=r"rollbacks\.json is damaged: .*; it is replaced"):
         result = run(series.parent, 6)
     assert (result.resumed, result.steps) == (None, 6)
     assert read_checked(series / "rollbacks.json") == []
@@ -360,7 +360,7 @@ def test_a_capsule_of_what_cannot_be_is_refused(capsule, changes):
     else:
         content |= changes
     path.write_bytes(encode_checked(content))
-    with pytest.raises(sf.errors.CheckpointError, match=r"capsules/6: expected a capsule"):
+    with pytest.raises(sf.errors.CheckpointError, match=r"capsules/6: the capsule is damaged: "):
         sf.debug.read_capsule(capsule)
 
 
@@ -372,5 +372,7 @@ def test_a_batch_of_another_capsule_is_refused(capsule, tmp_path):
         (capsule / "capsule.json").write_bytes(
             encode_checked({**content, "batch": {"array": node}})
         )
-        with pytest.raises(sf.errors.CheckpointError, match=r"capsules/6: expected a capsule"):
+        with pytest.raises(
+            sf.errors.CheckpointError, match=r"capsules/6: the capsule is damaged: "
+        ):
             sf.debug.read_capsule(capsule)

@@ -68,7 +68,7 @@ def test_a_checkpoint_has_the_states_by_name_without_memory(tmp_path):
     fit([note("a"), note("b", ("start",)), lambda event: None], tmp_path)
     seen = []
     look = Hook({"seen": None}, lambda s, event: (s, seen.append(s["seen"])), "b", ("start",))
-    with pytest.warns(UserWarning, match="expected a, whose state is in the checkpoint, got no su"):
+    with pytest.warns(UserWarning, match="has the state of a, but fit has no such hook"):
         fit([look, sf.progress("none")], tmp_path, steps=13)
     assert seen[0] == [2, 4, 6, 8, 10, 12]
     restored = sf.checkpoint.Series(sf.Checkpoints(tmp_path), tmp_path).restore(start())
@@ -85,7 +85,7 @@ def test_two_runs_with_one_hook_do_not_share_its_state():
 
 def test_the_state_of_another_hook_of_the_name_is_dropped_with_a_warning(tmp_path):
     fit(Hook({"other": 1}, lambda state, event: (state, None), "note"), tmp_path)
-    with pytest.warns(UserWarning, match="expected the state of note, got that of another hook"):
+    with pytest.warns(UserWarning, match="the state of note in the checkpoint is that of another"):
         result = fit(note(), tmp_path, steps=16)
     assert result.hooks["note"]["seen"] == [14, 16]
 
@@ -395,7 +395,7 @@ def test_what_is_not_a_hook_is_refused_with_what_to_do(mistake, tmp_path):
 def test_every_around_a_sink_is_refused(make):
     with pytest.raises(
         sf.errors.ConfigError,
-        match=r"every: expected a hook, .*; it takes events .*; sf.log_to has every=…",
+        match=r"every: expected a hook, .*; give it to fit itself; sf.log_to has every=…",
     ):
         sf.hooks.every(2, make())
 

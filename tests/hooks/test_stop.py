@@ -63,9 +63,13 @@ EARLY = {"metric": "eval/loss", "patience": 1}
         ),
         # It would never be seen, and the hook replaces the one that `fit` adds for the loss.
         (stop_on_nonfinite, {"metric": "eval/loss"}, "metric: expected a train metric such as"),
-        (stop_on_nonfinite, {"pattern": "train/loss"}, "pattern: expected its new name, metric=…"),
-        (roll_back_on_nonfinite, {"pattern": "train/loss"}, "pattern: expected its new name, met"),
-        (roll_back_on_spike, {"sigma": 3.0}, "sigma: expected its new name, deviations=…, got the"),
+        (stop_on_nonfinite, {"pattern": "train/loss"}, "pattern is now metric; write metric=…"),
+        (
+            roll_back_on_nonfinite,
+            {"pattern": "train/loss"},
+            "pattern is now metric; write metric=…",
+        ),
+        (roll_back_on_spike, {"sigma": 3.0}, "sigma is now deviations; write deviations=…"),
         (
             stop_early,
             {**EARLY, "patience": 0},
@@ -95,7 +99,7 @@ def test_arguments_are_checked(make, options, message):
         (stop_on_nonfinite("train/los"), "train/los.*train/loss"),
         (stop_on_spike("train/los"), "train/los.*train/loss"),
         (stop_early("eval/los", patience=1, mode="min"), "eval/los.*eval/loss"),
-        (stop_on_corruption(), "train/corrupt: expected a metric that is measured"),
+        (stop_on_corruption(), "hooks: expected one of train/.*, got train/corrupt"),
     ],
 )
 def test_a_metric_that_is_never_measured_is_refused(hook, message):

@@ -103,7 +103,7 @@ def test_a_wrapper_is_named_by_itself_and_its_hook():
     assert every(2, early).name == "every stop_early eval/loss"
     assert only_warn(every(2, early)).name == "only_warn every stop_early eval/loss"
     (hook := Shown(every(2, Recorder()))).start()
-    with pytest.warns(UserWarning, match="expected every Recorder, whose state is in the checkp"):
+    with pytest.warns(UserWarning, match="has the state of every Recorder, but fit has no such"):
         Shown(every(2, early)).resume(hook.save())
 
 

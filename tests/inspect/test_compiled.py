@@ -630,14 +630,14 @@ def test_a_state_that_is_partly_elsewhere_is_refused_by_its_paths():
     state = sf.init_state({"w": jnp.ones((64, 64))}, optax.sgd(0.1), jax.random.key(0))
     state = sf.sharding.place(state, sf.make_sharding(state, mesh))
     state = state._replace(key=jax.device_put(jax.random.key(0), jax.devices()[3]))
-    words = r"on the devices of P\(\) of the mesh .*, got elsewhere state/key; move the state"
+    words = r"on the devices of P\(\) of the mesh .*, got state/key elsewhere; move the state"
     with pytest.raises(sf.errors.ShardingError, match=words):
         abstract_arguments(state, jnp.ones((8, 64)))
 
 
 def test_batch_on_other_devices_is_refused_with_advice_on_batches():
     state = jax.device_put(jnp.ones(8), FIRST)
-    words = r"^batch: expected .*, got elsewhere batch/x; place the batch with jax.device_put \("
+    words = r"^batch: expected .*, got batch/x elsewhere; place the batch with jax.device_put \("
     with pytest.raises(sf.errors.ShardingError, match=words):
         abstract_arguments(state, {"x": jax.device_put(jnp.ones(8), THIRD)})
 

@@ -104,8 +104,8 @@ def test_a_step_that_does_not_fit_is_exit_code_1(script, capsys):
         (":two_arguments", ": expected a function of devices, got two_arguments(devices, layout)"),
         (":number", ": expected a function number(devices), got 3"),
         (":nothing", ": expected a function nothing(devices), got None"),
-        ("", "expected train.py:build, got "),
-        (".gone:make", "expected train.py:build, got "),
+        ("", "function: expected train.py:build, got "),
+        (".gone:make", "function: expected train.py:build, got "),
     ],
 )
 def test_mistakes_are_exit_code_2(script, capsys, function, words):

@@ -183,7 +183,7 @@ def test_a_step_for_a_tpu_does_not_run_here():
     step = sf.compile_step(step, state, batch, sharding=plan)
     for _ in range(2):
         with pytest.raises(
-            sf.errors.ShardingError, match="expected devices that are here, got those of"
+            sf.errors.ShardingError, match="expected devices of this machine, got those"
         ):
             step(state, batch)
     assert jax.eval_shape(step, state, batch)[0].params["w"].shape == (64, 64)

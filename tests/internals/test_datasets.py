@@ -18,9 +18,7 @@ def test_a_name_is_not_found_without_the_function(monkeypatch, name):
 
 
 def test_the_default_directory_may_be_unknown(monkeypatch):
-    with pytest.raises(
-        sf.errors.DataError, match=f"to be prepared in {tfds.core.constants.DATA_DIR}"
-    ):
+    with pytest.raises(sf.errors.DataError, match=f"is prepared in {tfds.core.constants.DATA_DIR}"):
         sf.tfds_source("no_such_dataset", "train")
     monkeypatch.delattr(tfds.core.constants, "DATA_DIR")
     assert default_tfds_directory() == "its default directory"

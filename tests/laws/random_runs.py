@@ -38,8 +38,8 @@ WARNINGS = (
     "nothing was trained",
     "expected enough for",
     "expected get_state",
-    "got others without",
-    "got no such hook, and the state is dropped",
+    "as in the resumed run",
+    "but fit has no such hook, so the state is dropped",
 )
 
 
@@ -388,7 +388,9 @@ def copy_as_killed(folder, other):
     """
     written = (".lock-*", "run.json*", "report.html*")  # by threads, at any time
     shutil.copytree(folder, other, ignore=shutil.ignore_patterns(*written))
-    if not any(path.name.isdecimal() for path in other.glob("*/**") if path.is_dir()):
+    if not any(
+        map(sf.checkpoint.verify, [other / "checkpoints", *other.glob("temporary/series-*")])
+    ):
         (other / "metrics.jsonl").unlink(missing_ok=True)
 
 

@@ -72,7 +72,7 @@ class Fit:
         names = [hook.name for hook in self.call.hooks]
         self.run, self.resumed, self.was_complete = copy.copy(saved), saved.step, saved.is_complete
         is_dropped = saved.hooks.keys() - {*names}
-        self.warnings += ["got no such hook, and the state is dropped"] if is_dropped else []
+        self.warnings += ["but fit has no such hook, so the state is dropped"] if is_dropped else []
         self.run.hooks = {name: saved.hooks.get(name, 0) for name in names}
         self.run.state = self.call.place(saved.state)
         self.data = self.call.data(self.directory.skips, saved.changes)
@@ -94,7 +94,8 @@ class Fit:
         if run.step != run.total:
             is_due = lambda item: self.is_due(item, run.step) if run.step else item.at_start
             is_best = self.evaluate([*filter(is_due, call.evaluations)])
-            self.end_epoch()
+            if self.stop is None:
+                self.end_epoch()
         self.save(permanent=run.step == 0 or is_best, is_best=is_best)
         if run.total is not None and run.step >= run.total:
             self.stop = "completed"
@@ -104,14 +105,12 @@ class Fit:
                 run.state, metrics = call.step(run.state, batch)
                 run.step, run.used, run.is_complete = run.step + 1, run.used + 1, False
                 if run.open and run.open[-1].keys() - metrics.keys():
-                    self.warnings.append("got others without")
+                    self.warnings.append("as in the resumed run")
                 run.open = (*run.open, metrics)
             self.boundary()
             self.log(run.step - call.delay)
-            self.take_effect()
             if self.is_save_requested and self.stop is None:
                 self.log(run.step)
-                self.take_effect()
                 if self.stop is None:
                     self.save(is_requested=True)
             self.is_save_requested = False
@@ -173,13 +172,12 @@ class Fit:
             self.close_interval()
         is_read = self.reads(step) or not self.call.delay
         self.log(step if is_read else step - self.call.delay)
-        self.take_effect()
         is_best = False
         if step != run.total:
             is_best = self.evaluate([e for e in self.call.evaluations if self.is_due(e, step)])
         if self.stop is None:
             self.end_epoch()
-        if self.call.part and step % self.call.part == 0:
+        if self.call.part and step % self.call.part == 0 and not self.is_signaled:
             self.call.part_seen.append((step, run.used))
         if self.stop is None:
             self.save(permanent=is_best, is_requested=is_best)
@@ -239,6 +237,7 @@ class Fit:
                 self.ask((effective, "nonfinite"))
             self.dispatch("train", step, merged(metrics, "train"), effective)
             run.closed = run.closed[1:]
+        self.take_effect()
 
     def evaluate(self, evaluations):
         run = self.run
@@ -251,6 +250,7 @@ class Fit:
                 metrics = merged([*evaluation.results(run.state)], evaluation.name)
                 self.dispatch(evaluation.name, run.step, metrics, run.step)
                 run.evaluated = {**run.evaluated, evaluation.name: run.step}
+        self.take_effect()
         return bool(evaluations) and self.is_best()
 
     def is_best(self):
@@ -293,7 +293,6 @@ class Fit:
         run.rows = {**run.rows, step: {**run.rows.get(step, {}), **event.metrics}}
         for reason in reasons:
             self.ask(reason if isinstance(reason, sf.hooks.GoBack) else (effective, "hook"))
-        self.take_effect()
 
     def ask(self, request):
         """Request to go back, or to stop."""

@@ -264,6 +264,28 @@ FOUND = {
         evaluations=[EVALUATION],
         calls=[{"script": ("train", 5), "cut": (("evaluate", "eval", 7), "stop")}, {}],
     ),
+    "signals in evaluations after the last step of an epoch": one_run(
+        evaluations=[EVALUATION, SimpleNamespace(**vars(EVALUATION) | {"name": "test"})],
+        calls=[
+            {"epochs": ("a",), "cut": (("evaluate", "eval", 4), "stop")},
+            {"epochs": ("a",), "cut": (("evaluate", "test", 4), "stop")},
+            {"epochs": ("a",)},
+        ],
+    ),
+    "a hook that has stopped the run stops it again, without another hook": one_run(
+        calls=[{"hooks": ["a", "b"], "limit": 1}, *2 * [{"hooks": ["b"], "limit": 1}]]
+    ),
+    "a stop that is due after a cut, without another hook": one_run(
+        evaluations=[EVALUATION],
+        calls=[
+            {"hooks": ["a", "b"], "limit": 1, "cut": (("a", "train", 4), "raise")},
+            *2 * [{"hooks": ["b"], "limit": 1}],
+        ],
+    ),
+    "a kill after a temporary checkpoint": one_run(
+        temporary=SimpleNamespace(every=5, every_epochs=None),
+        calls=[{"cut": (("pull", 8), "crash")}, {}],
+    ),
     "a stop while several steps are dispatched": one_run(
         steps_per_call=3, calls=[{"script": ("train", 5)}]
     ),

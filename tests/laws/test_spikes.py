@@ -204,9 +204,7 @@ def test_the_first_spike_is_where_stop_on_spike_stops(losses):
 
 
 def test_sigma_gives_its_new_name():
-    with pytest.raises(
-        sf.errors.ConfigError, match="sigma: expected its new name, deviations=…, got"
-    ):
+    with pytest.raises(sf.errors.ConfigError, match="sigma is now deviations; write deviations=…"):
         sf.optim.skip_spikes(optax.sgd(0.1), sigma=6.0)
 
 

@@ -9,7 +9,7 @@ from tests.small import STEP, batches, start
 
 import stepfold as sf
 from stepfold.loop.feed import BatchFeed
-from stepfold.loop.fold import Setup, fold, stretch
+from stepfold.loop.fold import Setup, _replace, fold, stretch
 from stepfold.loop.hook import Hooks
 from stepfold.loop.inbox import Inbox
 from stepfold.loop.run import Kind, Request, Run
@@ -77,8 +77,14 @@ def test_a_run_is_folded_until_its_batches_end():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"next": lambda run: run.step}, "'every third': expected next.run. to be a step after 0"),
-        ({"is_due": lambda run: run.step > 0}, "'every third': expected is_due.run. to become Fa"),
+        (
+            {"next": lambda run: run.step},
+            "part 'every third': next.run.: expected a step after 0, got 0",
+        ),
+        (
+            {"is_due": lambda run: run.step > 0},
+            "part 'every third' is always due: is_due.run. was True",
+        ),
     ],
     ids=["next", "is_due"],
 )
@@ -263,3 +269,12 @@ def test_a_run_is_described_in_a_line_however_long_an_interval_is():
     sf.fit(STEP, start(), data, log_every=5000, hooks=[Look(), sf.progress("none")])
     assert repr(seen[0]) == "Run(step=1500, total=None, began=0, end=None)"
     assert repr(seen[0].current) == "Steps(1500 calls, step=0)"
+
+
+def test_a_replacement_after_the_save_of_its_step_is_ignored_with_a_warning(monkeypatch):
+    setup = setup_of([])
+    monkeypatch.setattr(setup.saves, "has_saved", lambda run: True)
+    run = Run.start(np.float32(0), 0, 0, None, {})
+    says = "^step 0: Replace ignored, since the step is already saved: no better$"
+    with pytest.warns(UserWarning, match=says):
+        assert _replace(run, setup, sf.hooks.Replace(np.float32(1), "no better"), 0) is run

@@ -177,7 +177,7 @@ def test_a_name_is_the_key_of_a_state():
     hooks = hooks_of("b", "new", "a")
     assert hooks.from_saved(saved, hooks.init) == (7, 0, 3)
     assert Hooks([as_hook(Hook(0, count))]).names == ["count"]  # that of its function
-    with pytest.warns(UserWarning, match="hooks: expected a, whose state is in the checkpoint, "):
+    with pytest.warns(UserWarning, match="hooks: the checkpoint has the state of a, but fit has"):
         assert hooks_of("b").from_saved(saved, (0,)) == (7,)
 
 
@@ -191,7 +191,7 @@ def test_states_of_one_name_match_in_order_if_they_are_as_many():
 @pytest.mark.parametrize("other", [5, [1], {"best": 1.0}, {}])
 def test_the_state_of_another_hook_of_this_name_is_dropped_with_a_warning(other):
     hooks = Hooks([Hook({"best": 0.0, "count": 0, "_seen": 3}, count, "mine")])
-    with pytest.warns(UserWarning, match="expected the state of mine, got that of another hook of"):
+    with pytest.warns(UserWarning, match="the state of mine in the checkpoint is that of another"):
         assert hooks.from_saved([["mine", other]], hooks.init) == hooks.init
     same = {"best": 1.0, "count": 2, "more": 3}
     assert hooks.from_saved([["mine", same]], hooks.init) == ({**same, "_seen": 3},)
@@ -387,7 +387,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_hook_cannot_change_the_metrics_of_an_event(change):
-    says = "event.metrics: expected the numbers that were measured, got a change of them; return"
+    says = "event.metrics is read-only; return"
     with pytest.raises(sf.errors.ConfigError, match=says):
         run([lambda event: CHANGES[change](event.metrics)])
 

@@ -167,7 +167,7 @@ def test_an_evaluation_that_runs_out_is_not_passed_over():
     ended = iter(())
     own = sf.Evaluation(lambda state: {"loss": next(ended)}, every=2)
     with pytest.raises(
-        sf.errors.DataError, match="eval: expected numbers by name, got StopIteration; make"
+        sf.errors.DataError, match="eval: the evaluation raised StopIteration; make"
     ):
         sf.fit(STEP, start(), batches(), steps=4, evaluation=own)
 
@@ -210,6 +210,38 @@ def test_what_was_measured_before_a_stop_is_shown_though_no_batch_comes_after_it
     with pytest.raises(KeyboardInterrupt, match="SIGINT at step 16"):
         run(tmp_path, Ending(), **plan)
     assert run(tmp_path, Ending(), **plan).history["train/loss"].steps == [10, 16]
+
+
+def test_a_part_comes_after_the_evaluations_of_its_step_though_a_signal_cuts_them(tmp_path):
+    class Halve:
+        name = "halving"
+
+        def next(self, run):
+            return run.step + 4 - run.step % 4
+
+        def is_due(self, run):
+            return run.step in (4, 8) and not run.has_note("halved")
+
+        def __call__(self, run):
+            halved = jax.tree.map(lambda leaf: leaf / 2, run.state.params)
+            return run._replace(state=run.state._replace(params=halved)).note("halved")
+
+    def measure(state):
+        if signals and state.step == 4:
+            signal.raise_signal(signals.pop())
+        return {"w": float(state.params["w"])}
+
+    def curve(folder):
+        each = sf.Evaluation(measure, every=4)
+        result = run(folder, batches(epochs=3), evaluation=each, hooks=Halve(), **plan)
+        return [*result.history["eval/w"]]
+
+    plan, signals = {"checkpoints": sf.Checkpoints(every=100)}, []
+    expected = curve(tmp_path / "uncut")
+    signals.append(signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        curve(tmp_path / "cut")
+    assert curve(tmp_path / "cut") == expected
 
 
 @pytest.mark.parametrize("is_known", [True, False])

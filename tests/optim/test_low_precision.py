@@ -197,7 +197,7 @@ def test_a_loss_scale_around_it_backs_off_and_inside_it_is_refused():
     assert after.opt_state.scale == start.opt_state.scale / 2
     assert bits(after.opt_state.inner) == bits(start.opt_state.inner)
     with pytest.raises(
-        sf.errors.ConfigError, match="dynamic_loss_scale: expected it once and around"
+        sf.errors.ConfigError, match="dynamic_loss_scale is inside another optimizer"
     ):
         train(sf.optim.low_precision(sf.dynamic_loss_scale(optax.adam(0.1))))
 

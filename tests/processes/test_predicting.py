@@ -161,7 +161,7 @@ def refuses(start, kind, folder):
             "state",
             "to: expected a folder of predictions of the same state, got one whose state/w differ",
         ),
-        ("disk", "0005.npz: expected a file that can be written, got an error: No space left on"),
+        ("disk", "0005.npz: cannot be written: No space left on"),
     ],
 )
 def test_what_one_refuses_both_refuse(processes, kind, words, tmp_path):

@@ -138,9 +138,9 @@ def test_no_answer_is_another_error_than_other_rows():
     one, other = launch.ends_of_processes(gives_rows, args=(([4], [4, 6]), 0, 5))
     assert one.output == "equal\n"
     assert other.output == (
-        "PeerTimeoutError shard_batch: expected a batch of 6 rows from every process, as this one "
-        "has, got none from process 0 in 5 s, only of 4 before; if a process was slow, wait longer "
-        "with start_distributed(timeout=…), else drop or pad the last batch\n"
+        "PeerTimeoutError shard_batch: process 0 gave no batch of 6 rows, as this process did, in "
+        "5 s, only of 4 rows before; if a process was slow, wait longer with "
+        "start_distributed(timeout=…), else drop or pad the last batch\n"
     )
 
 

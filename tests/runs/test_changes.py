@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import stepfold as sf
+from stepfold.loop.run import FORMAT
 
 from .runs import Cut, assert_same, cut_at
 
@@ -114,14 +115,14 @@ def count(event):
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
-        (stop(), stop("other"), "expected stop_early train/loss, whose state is in the checkpoint"),
-        (stop("mine"), [], "expected mine, whose state is in the checkpoint, got no such hook"),
-        (stop(), sf.hooks.only_warn(stop()), "expected stop_early train/loss, whose state"),
-        (stop(), stop(metric="eval/loss"), "expected stop_early train/loss, whose state"),
+        (stop(), stop("other"), "stop_early train/loss, but fit has no such hook"),
+        (stop("mine"), [], "mine, but fit has no such hook, so the state is dropped"),
+        (stop(), sf.hooks.only_warn(stop()), "stop_early train/loss, but fit has"),
+        (stop(), stop(metric="eval/loss"), "stop_early train/loss, but fit has"),
         (
             sf.hooks.every(2, stop()),
             sf.hooks.every(2, sf.hooks.stop_on_spike()),
-            "expected every stop_early train/loss, whose state",
+            "every stop_early train/loss, but fit has",
         ),
         (stop(), stop(), None),
         (sf.hooks.every(2, count), sf.hooks.every(2, lambda event: None), None),
@@ -136,6 +137,26 @@ def test_a_state_that_no_hook_takes_is_named(tmp_path, before, after, says):
         run(tmp_path, adam(1e-2), 8, hooks=after, evaluation=evaluation)
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == (says is not None)
-    assert all(f"hooks: {says}" in message for message in messages)
+    assert all(f"hooks: the checkpoint has the state of {says}" in message for message in messages)
     assert all(warning.filename == __file__ for warning in caught)
     run(tmp_path, adam(1e-2), 12, hooks=after, evaluation=evaluation)  # warnings are errors here
+
+
+def test_a_checkpoint_of_which_the_run_is_damaged_is_named(tmp_path):
+    _, state = parts(adam(1e-2))
+    position = sf.batches(DATA, 4, seed=0).get_state()
+    sf.save(tmp_path, state, step=4, data=position, extra={"fit": {"format": FORMAT}})
+    says = "fit cannot continue from step 4: KeyError.*; restore the state with sf.restore instead"
+    with pytest.raises(sf.errors.CheckpointError, match=says):
+        run(tmp_path, adam(1e-2), 8)
+
+
+def test_damaged_lines_are_left_out_of_the_history_with_a_warning(tmp_path):
+    hooks = lambda event: {"one": 1.0}
+    run(tmp_path / "checkpoints", adam(1e-2), 4, run_dir=tmp_path, hooks=hooks, log_every=2)
+    result = run(tmp_path / "checkpoints", adam(1e-2), 8, run_dir=tmp_path, hooks=hooks)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace("}\n", "x\n", 1))
+    says = r"metrics.jsonl: damaged lines are left out of the history: 1$"
+    with pytest.warns(RuntimeWarning, match=says):
+        assert result.history["one"].steps[0] == 4

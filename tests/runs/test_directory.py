@@ -91,7 +91,7 @@ def test_an_argument_that_moved_still_works_and_says_what_to_write(moved, new, t
     (warning,) = caught
     names = ", ".join(moved)
     assert str(warning.message) == (
-        f"{names}: expected arguments of RunDirectory, got arguments of fit; "
+        f"{names}: moved from fit to RunDirectory; "
         f"write run_dir=sf.RunDirectory({str(tmp_path / 'run')!r}, {new})"
     )
     assert warning.filename == __file__
@@ -121,7 +121,7 @@ def test_patience_of_fit_is_one_of_the_processes(seconds):
         ({"config": [1]}, "config: expected a mapping or a dataclass"),
         (
             {"run_dir": sf.RunDirectory("x"), "config": {}, "upload": None},
-            "config, upload: expected arguments of RunDirectory, got arguments of fit beside one",
+            "config, upload: moved from fit to RunDirectory; give them to the RunDirectory",
         ),
     ],
 )

@@ -122,7 +122,7 @@ def test_a_damaged_result_counts_as_none_and_is_made_again(damage, tmp_path):
     (path,) = (tmp_path / FOLDER).iterdir()
     path.write_bytes(damage)
     checkpoints = sf.Checkpoints(tmp_path, best="eval/w", mode="min")
-    text = rf"{path.name}: expected the numbers of an evaluation, got a damaged file.* step 1 again"
+    text = rf"{path.name}: the result of the evaluation is damaged; .* step 1 again"
     with pytest.warns(RuntimeWarning, match=text):
         assert checkpoints.best_step() is None
     with pytest.warns(RuntimeWarning, match=text):

@@ -159,7 +159,7 @@ def test_a_run_that_a_hook_has_stopped_trains_no_further(wrap, tmp_path):
 def test_early_stopping_by_an_evaluation_at_the_end_is_warned_of():
     hook = sf.hooks.stop_early("eval/loss_a", patience=1, mode="min")
     at_end = sf.Evaluation(lambda state: {"loss_a": state["n"]})
-    words = "stop_early: expected eval/loss_a to be measured during the run, got an evaluation at"
+    words = "stop_early stops nothing, since eval/loss_a is only measured at the end"
     with pytest.warns(UserWarning, match=words):
         fit(evaluation=at_end, hooks=hook)
 
@@ -352,7 +352,7 @@ def test_a_run_that_resumes_says_so(hooks, tmp_path, capfd):
 def test_a_name_that_another_hook_had_starts_it_afresh(first, second, tmp_path):
     fit(epochs=2, hooks=first, **saves(tmp_path))
     words = (
-        "hooks: expected the state of (mine|every), got that of another hook .* it starts afresh"
+        "hooks: the state of (mine|every) in the checkpoint is that of another hook .* starts over"
     )
     with pytest.warns(UserWarning, match=words) as caught:
         result = sf.fit(JITTED, number(), batches(), steps=24, hooks=second, **saves(tmp_path))
@@ -415,7 +415,7 @@ def test_a_refused_argument_leaves_no_series_open(tmp_path):
     own = sf.log_to(sf.writers.jsonl_writer(tmp_path / "run" / "metrics.jsonl"))
     with pytest.raises(sf.errors.ConfigError, match="hooks: expected writers to other files"):
         fit(run_dir=tmp_path / "run", checkpoints=plan, hooks=own)
-    with pytest.raises(sf.errors.CheckpointError, match="expected an open series"):
+    with pytest.raises(sf.errors.CheckpointError, match="Checkpoints.request: no series is open"):
         plan.request()
 
 
@@ -452,7 +452,7 @@ def test_the_state_is_donated_and_the_parameters_that_it_was_made_of_are_not():
     state = sf.init_state(params, TX, jax.random.key(0))
     sf.fit(STEP, state, batches(), steps=3)
     assert params["w"] == 1
-    words = "state/step.*: the arrays were donated to an earlier call .*; go on with the state"
+    words = "state/step.*: the arrays were donated to an earlier call .*; continue with the state"
     with pytest.raises(sf.errors.ConfigError, match=words):
         sf.fit(STEP, state, batches(), steps=3)
 
@@ -730,8 +730,8 @@ def signal_to_save(*_):
         (no_position, "batches: expected get_state and set_state, to resume"),
         (few_batches, "batches: expected enough for 10 steps, got 5; .*epochs"),
         (lost_position, "expected a position"),
-        (signal_to_save, "SIGUSR1: expected checkpoints"),
-        (long_history, "history: expected all points of train/at, got the last 3 of them"),
+        (signal_to_save, "SIGUSR1 ignored: fit has no checkpoints"),
+        (long_history, "history: only the last 3 points of train/at are left, as a checkpoint"),
     ],
 )
 def test_a_warning_is_at_the_line_that_calls_fit(prepare, words, tmp_path, monkeypatch):
@@ -747,7 +747,9 @@ def test_a_warning_is_at_the_line_that_calls_fit(prepare, words, tmp_path, monke
 def test_a_second_run_in_the_same_directory_overwrites_nothing(tmp_path):
     fit(run_dir=tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.warns(UserWarning, match="run_dir: expected no metrics after step 0, .*previous-1"):
+    with pytest.warns(
+        UserWarning, match="run_dir: this run starts at step 0, but an earlier .*previous-1"
+    ):
         fit(run_dir=tmp_path, steps=10)
     kept = {path.name: path.read_bytes() for path in (tmp_path / "previous-1").iterdir()}
     assert kept == before
@@ -797,11 +799,11 @@ MEASURES_LOSS = sf.Evaluation(lambda state: {"loss_a": state["n"]}, every=5)
         ),
         (
             {"hooks": [watch("eval/accuracy")], "evaluation": MEASURES_LOSS},
-            "eval/accuracy: .* got eval/loss_a; hooks needs one",
+            "hooks: expected one of eval/loss_a, got eval/accuracy",
         ),
         (
             {"hooks": [watch("eval/loss_b")], "evaluation": MEASURES_LOSS},
-            "eval/loss_b: .* did you mean 'eval/loss_a'",
+            "hooks: expected one of eval/loss_a, got eval/loss_b; did you mean 'eval/loss_a'",
         ),
     ],
 )
@@ -825,9 +827,8 @@ def test_a_metric_that_a_function_may_give_is_looked_for_until_the_end(tmp_path)
     kept = {"run_dir": tmp_path, "checkpoints": sf.Checkpoints(every=10, best="own", mode="min")}
     assert fit(hooks=own, **kept).best == 20
     kept = {"checkpoints": sf.Checkpoints(tmp_path / "x", every=10, best="other/loss")}
-    with pytest.warns(
-        UserWarning, match="other/loss: expected a metric that is measured, got own, "
-    ):
+    words = "best=….: other/loss was never measured, so it had no effect; the metrics are own, "
+    with pytest.warns(UserWarning, match=words):
         assert fit(hooks=own, **kept).best is None
 
 

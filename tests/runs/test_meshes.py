@@ -220,7 +220,7 @@ def test_a_batch_that_does_not_fit_the_mesh_of_the_state_is_refused(call, name):
 
 def test_a_placed_batch_for_a_state_that_is_not_placed_is_refused():
     words = (
-        "batch: expected all of it on the devices of .*0, got elsewhere batch/x; place the batch "
+        "batch: expected all arrays on the devices of .*0, got batch/x elsewhere; place the batch "
         "with .* or move the state with sf.sharding.place"
     )
     for call in (CALLS["fit"], CALLS["compile_step"], CALLS["describe"]):

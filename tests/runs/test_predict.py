@@ -664,7 +664,7 @@ def test_missing_files_are_refused(tmp_path):
     kept = middle.read_bytes()
     middle.unlink()
     with pytest.raises(
-        sf.errors.CheckpointError, match=f"to have row 10 before {last.name}, got none"
+        sf.errors.CheckpointError, match=f"has no row 10 before {last.name}; delete"
     ):
         sf.predict(step, PARAMS, batches(data(30)), to=tmp_path)
     middle.write_bytes(kept)
@@ -720,4 +720,4 @@ def test_two_calls_do_not_write_to_one_folder(tmp_path):
 
     sf.predict(nested, PARAMS, batches(data(4)), to=tmp_path)
     jax.effects_barrier()
-    assert "for this call alone, got another call that writes to it" in errors[0]
+    assert "to: another call of predict writes to" in errors[0]

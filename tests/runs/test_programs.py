@@ -166,7 +166,7 @@ def test_a_damaged_entry_is_replaced_with_a_warning(damage, tmp_path, monkeypatc
     (path,) = entries(tmp_path)
     content = path.read_bytes()
     path.write_bytes(damage(content))
-    with pytest.warns(UserWarning, match="expected a program as it was written") as caught:
+    with pytest.warns(UserWarning, match="the compiled program is damaged") as caught:
         compiled = train(tmp_path, 4)["compiled"]
     assert [str(path) in str(warning.message) for warning in caught] == [True]
     assert (compiled["loaded"]["count"], compiled["new"]["count"]) == (0, 1)
@@ -183,7 +183,7 @@ def test_an_entry_in_place_of_another_is_damaged(tmp_path):
     files.put("b", b"later")  # kept as it is
     assert (files.get("a"), files.get("b"), files.get("c")) == (b"one", b"another", None)
     (tmp_path / "compiled/a-program").replace(tmp_path / "compiled/b-program")
-    with pytest.warns(UserWarning, match="b-program: expected a program as it was written"):
+    with pytest.warns(UserWarning, match="b-program: the compiled program is damaged"):
         assert files.get("b") is None
     assert files.get("b") is None
 

@@ -108,7 +108,7 @@ def test_a_damaged_result_is_warned_of_and_read_once_it_is_made_again(tmp_path):
             (path,) = (tmp_path / "checkpoints" / FOLDER).glob("eval-4-*")
             path.write_text("damaged")
 
-    with pytest.warns(RuntimeWarning, match="eval-4-.*: expected the numbers of an evaluation"):
+    with pytest.warns(RuntimeWarning, match="eval-4-.*: the result of the evaluation is"):
         run = fit(tmp_path, hook)
     assert run.history["eval/step"].steps == [2, 4, 6, 8]
     evaluate(tmp_path)

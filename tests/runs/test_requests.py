@@ -125,7 +125,7 @@ def test_sigusr1_without_checkpoints_warns_once_and_changes_nothing():
     with pytest.warns(UserWarning, match="SIGUSR1") as caught:
         result = run(None, None, hook, steps=30)
     messages = [str(warning.message) for warning in caught]
-    assert messages == ["SIGUSR1: expected checkpoints to save, got none; give checkpoints=…"]
+    assert messages == ["SIGUSR1 ignored: fit has no checkpoints; give checkpoints=…"]
     quiet = run(None, None, (), steps=30)
     assert_same(result.state, quiet.state)
     assert result.history == quiet.history
@@ -154,12 +154,12 @@ def test_a_loop_of_its_own_saves_at_the_next_due(tmp_path):
 
 def test_a_request_without_an_open_series_is_an_error(tmp_path):
     checkpoints = sf.Checkpoints(tmp_path, every=100)
-    with pytest.raises(CheckpointError, match="expected an open series to save in, got none"):
+    with pytest.raises(CheckpointError, match="Checkpoints.request: no series is open; request"):
         checkpoints.request()
     with checkpoints as series:
         checkpoints.request()
     for closed in (checkpoints, series):
-        with pytest.raises(CheckpointError, match="expected an open series"):
+        with pytest.raises(CheckpointError, match="no series is open"):
             closed.request()
 
 

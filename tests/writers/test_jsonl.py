@@ -334,7 +334,7 @@ def test_a_csv_without_its_json_lines_is_refused_and_left_alone(table):
     lines = table.with_name("metrics.csv.jsonl")
     lines.unlink()
     with pytest.raises(
-        sf.errors.ConfigError, match=f"expected {lines}, from .* no such file; move"
+        sf.errors.ConfigError, match=f"^csv_writer: {table} is there without {lines}, .*; move"
     ):
         csv_writer(table).write_scalars(20, {"a": 2})
     assert table.read_text() == "step,a\n10,1\n"

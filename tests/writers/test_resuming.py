@@ -167,7 +167,7 @@ def test_a_new_run_keeps_the_rows_of_an_older_one(writer, tmp_path):
     first = fit(tmp_path, writer, checkpoints=None)
     before = {path.name: path.read_bytes() for path in tmp_path.glob("metrics.*")}
     assert before
-    says = "log_to: expected no metrics after step 0, .*; its files are now in .*previous-1"
+    says = "log_to: this run starts at step 0, but .*; its files are now in .*previous-1"
     with pytest.warns(UserWarning, match=says) as caught:
         assert fit(tmp_path, writer, steps=LOG, checkpoints=None) == first[:1]
     assert len(caught) == 1
@@ -179,7 +179,7 @@ def test_files_of_writers_in_the_directory_of_a_run_are_moved_with_it(tmp_path):
     hook = sf.log_to(sf.writers.jsonl_writer(tmp_path / "own"))
     options = {"run_dir": tmp_path, "hooks": hook, "log_every": LOG}
     sf.fit(STEP, start(), batches(), steps=STEPS, **options)
-    with pytest.warns(UserWarning, match="run_dir: expected no metrics after step 0") as caught:
+    with pytest.warns(UserWarning, match="run_dir: this run starts at step 0, but") as caught:
         sf.fit(STEP, start(), batches(), steps=LOG, **options)
     assert len(caught) == 1
     assert {"own", "metrics.jsonl", "run.json"} <= {p.name for p in tmp_path.glob("previous-1/*")}
@@ -192,7 +192,7 @@ def test_a_run_that_continues_by_hand_keeps_its_rows(tmp_path):
     sf.fit(STEP, result.state, batches(start=LOG), steps=STEPS, hooks=hook, **options)
     rows = [json.loads(line)["step"] for line in (tmp_path / "metrics").read_text().splitlines()]
     assert rows == [*range(LOG, STEPS + 1, LOG)]
-    with pytest.warns(UserWarning, match="log_to: expected no metrics after step 0"):
+    with pytest.warns(UserWarning, match="log_to: this run starts at step 0, but"):
         sf.fit(STEP, start(), batches(), steps=LOG, hooks=hook, **options)
     assert (tmp_path / "previous-1" / "metrics").read_text().count("\n") == len(rows)
 

@@ -107,7 +107,7 @@ sf.fit(
 def test_a_write_after_close_is_refused():
     writer = sf.writers.trackio_writer(project="tests")
     writer.close()
-    says = "trackio_writer: expected no write after close.*with name=… and resume='must'"
+    says = "trackio_writer: write after close.*with name=… and resume='must'"
     with pytest.raises(sf.errors.ConfigError, match=says):
         writer.write_scalars(1, {"a": 1})
     with pytest.raises(sf.errors.ConfigError, match=says):

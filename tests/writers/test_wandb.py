@@ -96,5 +96,5 @@ def test_no_run_is_started_before_the_first_write_or_after_close(tmp_path):
         writer.write_scalars(1, {"loss": "x"})
     writer.close()
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(sf.errors.ConfigError, match="no write after close.*resume='must'"):
+    with pytest.raises(sf.errors.ConfigError, match="write after close.*resume='must'"):
         writer.write_scalars(1, {"a": 1})

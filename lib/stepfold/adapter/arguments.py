@@ -427,8 +427,8 @@ def _resolve_aliases(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
             unknown.append(f"{text}; {advice}" if advice else text)
         if known in resolved and (type(resolved[known]), resolved[known]) != (type(value), value):
             got = f"{resolved[known]!r} and {value!r}"
-            names_of = f"{spelling[known]}, {name}: two names of one field"
-            refuse(names_of, "one value", got, "write one of them")
+            expected = "one value, since both are names of one field"
+            refuse(f"{spelling[known]}, {name}", expected, got, "write one of them")
         resolved[known], spelling[known] = value, name
     if unknown:
         raise ConfigError("\n".join(unknown))

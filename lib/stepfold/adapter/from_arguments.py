@@ -36,7 +36,7 @@ from stepfold.cluster.distributed import Distributed, start_distributed
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.precision import Precision, dynamic_loss_scale
 from stepfold.core.validation import absolute_path, refuse_unknown, takes_any_keyword
-from stepfold.errors import DataError, refuse
+from stepfold.errors import ConfigError, DataError, refuse
 from stepfold.sharding import mesh as meshes
 from stepfold.sharding.plan import Rules, fsdp
 from stepfold.writers.base import Writer, console_writer
@@ -387,7 +387,7 @@ def writers(arguments: TrainingArguments) -> Writer | None:
     kinds = arguments.report_to
     if arguments.output_dir is None:
         if kinds and is_changed(arguments, "report_to"):
-            refuse("report_to", "no files without output_dir", repr(kinds), "give output_dir")
+            raise ConfigError(f"report_to={kinds!r} has no directory to write to; give output_dir")
         kinds = ()
     logs, all_writers = logs_of(arguments), list[Writer]()
     table = logs / "metrics.csv" if "csv" in kinds else None

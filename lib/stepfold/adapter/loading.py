@@ -177,10 +177,7 @@ class GrainStream:
     def __init__(self, source: Any, *, seed: int | None = None, threads: int = 0) -> None:
         """Create the stream; `seed=None` keeps the source's order, `threads=0` reads on demand."""
         if find_spec("grain") is None:
-            raise ConfigError(
-                "grain: expected the package, which is not installed; run pip install "
-                "'stepfold[grain]'"
-            )
+            raise ConfigError("grain is not installed; run pip install 'stepfold[grain]'")
         # Of a tree of arrays, grain would take the arrays themselves for examples.
         read = read_source(source)
         self._source: Any = read if isinstance(read, ArraySource) else source

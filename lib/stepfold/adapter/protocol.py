@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from stepfold.adapter.fields import Truncation
-from stepfold.errors import refuse
+from stepfold.errors import ConfigError
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -54,8 +54,9 @@ def _missing_method(method: Any) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *_: Any, **__: Any) -> Any:
         name = f"{type(self).__name__}.{method.__name__}"
-        expected = "a method, since BaseTrainerProtocol only names it"
-        refuse(name, expected, "none", kind=NotImplementedError)
+        raise NotImplementedError(
+            f"{name} is not implemented; define it, since BaseTrainerProtocol only names it"
+        )
 
     return call
 
@@ -79,7 +80,7 @@ class BaseTrainerProtocol(Protocol, metaclass=_Protocol):
     >>> Forgetful()
     Traceback (most recent call last):
     ...
-    stepfold.errors.ConfigError: Forgetful: expected the methods of a trainer, got none of config...
+    stepfold.errors.ConfigError: Forgetful lacks methods of a trainer: config...
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
@@ -88,8 +89,9 @@ class BaseTrainerProtocol(Protocol, metaclass=_Protocol):
             (_missing(cls, _METHODS & each) for each in (_OF_GUIDE, _OF_REFERENCE)), key=len
         )
         if missing:
-            got = f"none of {', '.join(missing)}"
-            refuse(cls.__name__, "the methods of a trainer", got, "define them")
+            raise ConfigError(
+                f"{cls.__name__} lacks methods of a trainer: {', '.join(missing)}; define them"
+            )
         return super().__new__(cls)
 
     arguments: Any

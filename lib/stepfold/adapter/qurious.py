@@ -457,8 +457,8 @@ def warn_of_rate(scheduler: Callable[[Any], Any] | None) -> None:
     factors = [abs(float(scheduler(jnp.int32(count)))) for count in (0, *(4**n for n in range(11)))]
     if 0 < max(factors) <= 0.1:
         warn(
-            "scheduler: expected a factor of the updates, which is 1 at its highest as a rule, got "
-            f"{max(factors):.3g} at most, as of a learning rate; give the schedule to optax "
+            "scheduler: expected a factor of the updates, usually up to 1, got values up to "
+            f"{max(factors):.3g}, which look like a learning rate; give the schedule to optax "
             "instead, as optax.adam(schedule), or divide it by its highest value",
         )
 

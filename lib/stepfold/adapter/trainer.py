@@ -751,8 +751,8 @@ class Trainer:
         manager = self.checkpoint_manager
         if manager is None or manager.best is None:
             raise ConfigError(
-                "best_state: expected metric_for_best_model and an output_dir, or "
-                "early_stopping_patience with a metric of an evaluation, to know which is the best"
+                "best_state needs metric_for_best_model and output_dir, or "
+                "early_stopping_patience with a metric of an evaluation"
             )
         return manager.restore(self.abstract_state, step="best").state
 

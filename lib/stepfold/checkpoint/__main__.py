@@ -14,7 +14,7 @@ from stepfold.checkpoint.restore import candidates
 from stepfold.checkpoint.steps import order_by
 from stepfold.checkpoint.store import Store, open_to_read
 from stepfold.checkpoint.verify import newest_complete, problems_by_step
-from stepfold.errors import CheckpointError, ConfigError, refuse
+from stepfold.errors import CheckpointError, ConfigError
 from stepfold.table import amount, size, table
 
 
@@ -77,8 +77,8 @@ def _show(store: Store, step: int | None) -> int:
     if step is None:
         step = newest_complete(store)
     if step is None:
-        got = ", ".join(map(str, store.steps()))
-        refuse(store.location, "a complete step", got, kind=DamageError)
+        found = ", ".join(map(str, store.steps()))
+        raise DamageError(f"{store.location}: no step is complete; there are {found}")
     manifest = _read(store, step)
     metadata = manifest.metadata
     _print(f"step {metadata.step}, {size(manifest.bytes)} on disk\n")

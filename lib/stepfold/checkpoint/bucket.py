@@ -349,10 +349,11 @@ class BucketSave:
         self._deadline = self._deadline or time.monotonic() + _PATIENCE  # for all of them
         while (content := self._store.read(f"{self._folder}{process}.json")) is None:
             if time.monotonic() > self._deadline:
-                expected = f"the part of process {process} within {_PATIENCE:.0f} s of process 0"
                 where = join_location(self._store.location, self._folder)
-                advice = "it may have been killed"
-                refuse(where, expected, "none", advice, kind=CheckpointError)
+                raise CheckpointError(
+                    f"{where}: process {process} did not save its part within {_PATIENCE:.0f} s of "
+                    "process 0; it may have been killed"
+                )
             time.sleep(pause)
             pause = min(2 * pause, 2.0)
         return content

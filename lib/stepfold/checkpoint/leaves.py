@@ -336,7 +336,7 @@ def to_json(
     if isinstance(value, Mapping):
         for taken in (_BYTES, _ARRAY):
             if value.keys() == {taken}:
-                raise ConfigError(f"{name}: expected another key than {taken!r}, which is taken")
+                raise ConfigError(f"{name}: the key {taken!r} is reserved; use another")
         for key in value:
             if not isinstance(key, str):
                 refuse(name, "keys of text", repr(key), "JSON has no others")

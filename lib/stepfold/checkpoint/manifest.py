@@ -106,7 +106,7 @@ class Manifest(NamedTuple):
         """Return the data position of this process, or the one that all processes share."""
         if not self.has_position:
             expected = f"{len(self.data)} processes, each with the position it saved"
-            advice = "resume on as many, or use sf.batches, whose position all processes share"
+            advice = f"start {len(self.data)}, or use sf.batches, whose position all share"
             refuse("data", expected, f"{jax.process_count()}", advice, kind=CheckpointError)
         # Shared by all if the number of processes differs.
         return self.data[jax.process_index() % len(self.data)]
@@ -269,8 +269,7 @@ def checked_form(step: Path | str) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        expected = "manifests as stepfold writes them"
-        refuse(step, expected, f"others: {error!r}", kind=DamageError, cause=error)
+        raise DamageError(f"{step}: the manifests are not those of stepfold: {error!r}") from error
 
 
 def check_format(content: Any, where: Path | str) -> Any:

@@ -215,9 +215,10 @@ class Checkpoints(StepReader):
         True
         """
         if not self._open:
-            advice = "request a save while fit runs, or in a `with` block"
-            expected = "an open series to save in"
-            refuse(self.directory, expected, "none", advice, kind=CheckpointError)
+            raise CheckpointError(
+                "Checkpoints.request: no series is open; request a save while fit runs, or in a "
+                "`with` block"
+            )
         for series in [*self._open]:
             series.receive_request()
 
@@ -267,8 +268,9 @@ class Checkpoints(StepReader):
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("_") or not hasattr(Series, name):
                 raise AttributeError(f"'Checkpoints' object has no attribute {name!r}")
-            got, advice = "one that is not open", "use a `with` block or open"
-            refuse(name, "an open series", got, advice, kind=_NotOpenError)
+            raise _NotOpenError(
+                f"Checkpoints.{name} needs an open series; use a `with` block or open"
+            )
 
 
 class _NotOpenError(StepfoldError, AttributeError):

@@ -184,7 +184,7 @@ def restore_from(
             skipped.append((store, number, problem))
     problems = "; ".join(f"step {number}: {lines[0]}" for number, lines in damaged.items())
     problems = problems or "each was deleted before it was read"
-    refuse(stores[0].location, "a good checkpoint", f"none: {problems}", kind=CheckpointError)
+    raise CheckpointError(f"{stores[0].location}: no checkpoint can be restored: {problems}")
 
 
 _GOOD, _DELETED, _DAMAGED, _FAILED = range(4)

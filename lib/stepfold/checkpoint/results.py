@@ -56,8 +56,8 @@ def read_result(store: Any, result: Result) -> dict[str, float] | None:
         return None
     if not isinstance(note, dict):
         warn(
-            f"{store.location}/{result.path}: expected the numbers of an evaluation, got a damaged "
-            f"file; sf.evaluate_run evaluates step {result.step} again",
+            f"{store.location}/{result.path}: the result of the evaluation is damaged; "
+            f"sf.evaluate_run evaluates step {result.step} again",
             RuntimeWarning,
         )
         return None

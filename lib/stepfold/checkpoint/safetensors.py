@@ -211,8 +211,7 @@ def _import_safetensors() -> Any:
         import safetensors.numpy
     except ImportError as error:
         raise ConfigError(
-            "safetensors files need the package of that name, which is not installed: "
-            'pip install "stepfold[safetensors]"'
+            "safetensors is not installed; run pip install 'stepfold[safetensors]'"
         ) from error
     return safetensors
 

@@ -33,7 +33,7 @@ from stepfold.checkpoint.verify import damage_of, newest_complete
 from stepfold.core.processes import KeyValues, agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
 from stepfold.core.validation import is_url
-from stepfold.errors import CheckpointError, refuse, warn
+from stepfold.errors import CheckpointError, warn
 
 if TYPE_CHECKING:
     from stepfold.checkpoint.policy import Checkpoints
@@ -153,13 +153,13 @@ class Series(StepReader):
         policy, problem = self.policy, ""
         if policy.every_epochs and self._has_epochs is False and self.saved is None:
             problem = (
-                "every_epochs: expected due(step, epoch=…) where an epoch ends, got no epoch; "
-                "nothing was saved"
+                "nothing was saved, since due was called without an epoch; with every_epochs, call "
+                "due(step, epoch=…) where an epoch ends"
             )
         if self.ranking is not None and self._has_ranked_metric is False:
             problem = (
-                f"best: expected the metric {self.ranking[0]!r} in save(metrics=…), got others "
-                "alone; no step is ranked"
+                f"no step is ranked, since none was saved with the metric {self.ranking[0]!r} of "
+                "best=…; give it to save(metrics=…)"
             )
         if problem:
             warn(f"{self.directory}: {problem}", RuntimeWarning)
@@ -488,8 +488,9 @@ class Series(StepReader):
 
     def _check_open(self) -> None:
         if not self._is_open:
-            expected, advice = "an open series", "use a `with` block or open"
-            refuse(self.directory, expected, "a closed one", advice, kind=CheckpointError)
+            raise CheckpointError(
+                f"{self.directory}: the series is closed; use a `with` block or open"
+            )
 
 
 def _make_room(store: Store, step: int) -> None:

@@ -78,10 +78,7 @@ def join_location(location: str, name: str) -> str:
 
 def already_exists(location: Any, step: int) -> str:
     """Return the message for a step that is saved twice."""
-    return (
-        f"{location}: expected a new step, got {step}, which is there already; delete it, or save "
-        "into another directory"
-    )
+    return f"{location}: step {step} already exists; delete it, or save into another directory"
 
 
 @contextmanager

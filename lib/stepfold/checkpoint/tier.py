@@ -429,8 +429,8 @@ class TierStore:
         plans = {each["plan"] for each in notes if each["plan"]}
         if len(plans) > 1:
             raise CheckpointError(
-                f"{self.path_of(save.step)}: expected the same shardings of the state in all "
-                "processes, got others; place it by the same plan"
+                f"{self.path_of(save.step)}: not saved, since the processes shard the state "
+                "differently; place it by the same plan in all of them"
             )
 
     def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:

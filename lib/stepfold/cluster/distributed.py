@@ -142,8 +142,8 @@ def start_distributed(
             return job
         if process is not None:
             raise ConfigError(
-                f"process: expected process {job.process} of {job.processes}, but jax already runs "
-                f"as process {running.process} of {running.processes}; start it once, or drop the "
+                f"process: jax already runs as process {running.process} of {running.processes}, "
+                f"not as process {job.process} of {job.processes}; start it once, or drop the "
                 "arguments"
             )
         return running
@@ -173,10 +173,11 @@ def _start_by_detection(how: str, timeout: int, options: dict[str, Any]) -> Dist
     """Start jax's runtime as jax detects it; how many processes there are is known afterwards."""
     try:
         jax.distributed.initialize(initialization_timeout=timeout, **options)
-    except Exception as error:  # noqa: BLE001  refuse raises
-        got = f"{type(error).__name__}: {error}"
-        advice = f"{_DETECTED_BY_JAX[how]}, or give coordinator, processes and process"
-        refuse(how, "jax to find the processes", got, advice, cause=error)
+    except Exception as error:
+        raise ConfigError(
+            f"{how}: jax did not find the processes: {type(error).__name__}: {error}; "
+            f"{_DETECTED_BY_JAX[how]}, or give coordinator, processes and process"
+        ) from error
     return Distributed(how, jax.process_index(), jax.process_count())
 
 
@@ -213,8 +214,8 @@ def _start(job: Distributed, timeout: int, options: dict[str, Any]) -> None:
     if thread.is_alive():
         if failures == _MAX_FAILURES:
             raise ConfigError(
-                f"{me}: expected process 0 at the coordinator {address} until all are connected, "
-                f"but it has ended ({problem}); see its output, and start all of them again"
+                f"{me}: process 0 at the coordinator {address} ended before all processes "
+                f"connected ({problem}); see its log, and start all of them again"
             )
         advice = "it answers, so another process was not started, or has another address or count"
         if problem is not None:
@@ -224,7 +225,8 @@ def _start(job: Distributed, timeout: int, options: dict[str, Any]) -> None:
                 "coordinator='host:port'"
             )
         raise ConfigError(
-            f"{me}: expected all of them at the coordinator {address} within {timeout} s; {advice}"
+            f"{me}: not all processes connected to the coordinator {address} in {timeout} s; "
+            f"{advice}"
         )
     if failure := outcome[0]:
         raise ConfigError(
@@ -258,10 +260,9 @@ def _find_job(
     launched = read_launcher(environ)
     if (processes, process) != (None, None) or (coordinator and launched is None):
         raise ConfigError(
-            f"expected coordinator, processes and process together, or under mpirun or srun the "
-            f"coordinator alone, or nothing; got coordinator={coordinator!r}, "
-            f"processes={processes!r}, process={process!r}, "
-            f"and {launched[0].how if launched else 'no launcher'} around"
+            "coordinator, processes, process: expected all three, none of them, or under mpirun or "
+            f"srun the coordinator alone, got {coordinator=}, {processes=}, {process=}, "
+            f"under {launched[0].how if launched else 'no launcher'}"
         )
     if launched is None:
         _refuse_ray()
@@ -272,8 +273,10 @@ def _find_job(
         return Distributed("alone"), []
     job = replace(job, coordinator=coordinator or job.coordinator)
     if not job.coordinator:
-        expected = f"the environment to name the host of process 0 of {job.processes}"
-        refuse(job.how, expected, "nothing", "give coordinator='host:port'")
+        raise ConfigError(
+            f"{job.how} does not name the host of process 0 of {job.processes}; give "
+            "coordinator='host:port'"
+        )
     return job, devices
 
 
@@ -303,9 +306,10 @@ def _refuse_ray() -> None:
         return
     group = ray.util.get_current_placement_group()
     if group is not None and group.bundle_count > 1:
-        expected = "coordinator, processes and process, since Ray gives an actor no index"
-        got = f"nothing, in a placement group of {group.bundle_count} bundles"
-        refuse("Ray", expected, got, "pass them from the driver, as examples/ray_run.py does")
+        raise ConfigError(
+            f"Ray does not number the actors of a placement group of {group.bundle_count} bundles; "
+            "pass coordinator, processes and process from the driver, as examples/ray_run.py does"
+        )
 
 
 def _jax_environment(environ: Mapping[str, str]) -> str | None:

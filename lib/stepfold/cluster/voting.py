@@ -243,8 +243,10 @@ class Voting(Inbox):
             raise self.error
         for process, error in enumerate(errors):
             if error:
-                got = f"{error}, in process {process}; all stopped at step {run.step}"
-                refuse("fit", "no error in any process", got, kind=StepfoldError)
+                raise StepfoldError(
+                    f"process {process} raised an error, so all processes stopped at step "
+                    f"{run.step}; see its log: {error}"
+                )
 
     def vote_now(self, run: Run) -> Run:
         self._wait_for_vote()

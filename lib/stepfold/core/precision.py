@@ -198,8 +198,8 @@ def check_outermost(opt_state: Any) -> None:
     is_outermost = isinstance(opt_state, LossScaleState)
     if find_nodes(opt_state.inner if is_outermost else opt_state, LossScaleState):
         raise ConfigError(
-            "dynamic_loss_scale: expected it once and around the whole optimizer, got it inside "
-            "another, where the step cannot scale the loss; tx = sf.dynamic_loss_scale(the rest)"
+            "dynamic_loss_scale is inside another optimizer, where the step cannot scale the loss; "
+            "wrap the whole optimizer, once: tx = sf.dynamic_loss_scale(tx)"
         )
 
 

@@ -106,8 +106,8 @@ class KeyValues:
         if not self.wait(are_all_there):
             late = sorted(set(processes) - set(values))
             raise PeerTimeoutError(
-                f"{where or self._name}: expected {waiting_for} from every process, got none from "
-                f"{spell_processes(late)} in {self.timeout} s; see what that does, or wait longer "
+                f"{where or self._name}: {spell_processes(late)} did not respond in {self.timeout} "
+                f"s, while the others wait for {waiting_for}; see the log of each, or wait longer "
                 "with start_distributed(timeout=…)",
                 late,
             )

@@ -399,6 +399,6 @@ def check_not_donated(state: Any, root: str = "state") -> None:
         if is_concrete and leaf.is_deleted():
             name, _ = tree.named_leaves(state, root)[index]
             raise ConfigError(
-                f"{name}, …: the arrays were donated to an earlier call and are gone; go on with "
-                "the state that it returned"
+                f"{name}, …: the arrays were donated to an earlier call and are gone; continue "
+                "with the state that it returned"
             )

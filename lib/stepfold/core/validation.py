@@ -133,7 +133,7 @@ def renamed(**names: str) -> Callable[[F], F]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             for old, new in names.items():
                 if old in kwargs:
-                    refuse(old, f"its new name, {new}=…", "the old one")
+                    raise ConfigError(f"{old} is now {new}; write {new}=…")
             return function(*args, **kwargs)
 
         return cast(F, wrapper)

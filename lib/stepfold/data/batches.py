@@ -160,9 +160,8 @@ def batches(
     left_out = rows.length % sizes[-1][1]
     if left_out and not is_chosen and epochs is not None and seed is None:
         warn(
-            f"remainder: expected a choice for the last {left_out} of {rows.length} examples, got "
-            "none, and 'drop' leaves them out of every epoch; give remainder='pad' and use its "
-            "mask, or 'keep', or 'drop'",
+            f"remainder: by default, 'drop' leaves the last {left_out} of {rows.length} examples "
+            "out of every epoch; give remainder='pad' and use its mask, or 'keep', or 'drop'",
         )
     return Batches(rows, builder, steps, Order(rows.length, seed), shard, pipeline, start)
 

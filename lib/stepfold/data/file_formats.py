@@ -209,9 +209,10 @@ def refuse_compressed(location: str, name: str) -> None:
 
 
 def _refuse_index(file: IndexedFile) -> None:
-    expected = f"the offsets of lines in {file.location}"
-    advice = "delete the index, and make the source again"
-    refuse(file.index_location, expected, "others", advice, kind=DataError)
+    raise DataError(
+        f"{file.index_location}: the index does not fit the lines of {file.location}; delete the "
+        "index, and make the source again"
+    )
 
 
 class Parquet:
@@ -300,9 +301,7 @@ def _open_array_record(location: str) -> Any:
 
 def _require(package: str, extra: str) -> None:
     if find_spec(package) is None:
-        raise ConfigError(
-            f"files: expected {package}, which is not installed; run pip install {extra}"
-        )
+        raise ConfigError(f"files: {package} is not installed; run pip install {extra}")
 
 
 def _size_of(reader: FileReader, location: str) -> int:

@@ -212,9 +212,10 @@ def refuse_os_error(location: str, error: OSError) -> NoReturn:
 
 def refuse_changed(location: str) -> NoReturn:
     """Raise because a file is not the one that was opened."""
-    expected = "the file that was there when the source was made"
-    advice = "make the source again, after the file was written"
-    refuse(location, expected, "another, or none", advice, kind=DataError)
+    raise DataError(
+        f"{location}: the file changed or was deleted after the source was made; make the source "
+        "again, after the file was written"
+    )
 
 
 class Cache:

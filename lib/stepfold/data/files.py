@@ -166,13 +166,11 @@ def _open_all(
         opened = list(pool.map(lambda each: _open(each, form, reader, folder), locations))
     if stale := [file.location for file, state in opened if state == "stale"]:
         warn(
-            f"files: expected the files that were indexed, got {_abridge(stale)}, which changed "
-            "since; their indexes were made again",
+            f"files: changed since they were indexed, and indexed again: {_abridge(stale)}",
         )
     if damaged := [file.index_location for file, state in opened if state == "damaged"]:
         warn(
-            f"files: expected indexes as they were written, got {_abridge(damaged)}, which was "
-            "damaged; each was made again",
+            f"files: damaged indexes were made again: {_abridge(damaged)}",
         )
     return [file for file, _ in opened]
 
@@ -367,8 +365,8 @@ class Files(Source):
         if saved["contents"] != now["contents"]:
             changed = _abridge(self._new_names("contents", saved))
             warn(
-                f"files: expected the contents that the position was saved with, got others of "
-                f"{changed}, in as many rows of each file; the batches continue with them",
+                f"files: the contents of {changed} changed since the position was saved, but not "
+                "their numbers of rows; the batches continue with the new contents",
             )
         return ""
 

@@ -251,8 +251,8 @@ class Prefetch(ReadAhead):
         ]
         self._placing = now  # warn once
         warn(
-            "prefetch: expected the jax contexts of the first next(), in which batches are made, "
-            f"got others: {', '.join(pairs)}; call the first next() in them",
+            "prefetch: batches are made in the jax contexts of the first next(), and these "
+            f"changed since: {', '.join(pairs)}; call the first next() in the new ones",
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -426,7 +426,7 @@ def _place(place: Place, batch: Any) -> Any:
     try:
         placed = place(batch)
     except StopIteration as error:  # would silently end the iteration
-        raise DataError("sharding: StopIteration came up while a batch was placed") from error
+        raise DataError("sharding: StopIteration was raised while a batch was placed") from error
     if placed is None:
         refuse("sharding", "a batch", "None", "return what the function makes", kind=DataError)
     return placed

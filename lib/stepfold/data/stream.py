@@ -431,4 +431,4 @@ def _iterate(iterable: Any) -> Any:
 def refuse_stop_iteration(error: Exception, step: int) -> None:
     """Convert StopIteration, which would silently end the iteration."""
     if isinstance(error, StopIteration):
-        raise DataError(f"batches: StopIteration came up at step {step}") from error
+        raise DataError(f"batches: StopIteration was raised at step {step}") from error

@@ -38,7 +38,7 @@ def tfds_source(dataset: Any, split: str, *, data_dir: Any = None) -> "TfdsSourc
     >>> sf.tfds_source("mnist", "train", data_dir="/nowhere")
     Traceback (most recent call last):
     ...
-    stepfold.errors.DataError: tfds_source: expected 'mnist' to be prepared in /nowhere, ...
+    stepfold.errors.DataError: tfds_source: no dataset or version 'mnist' is prepared ...
     """
     expected = "one split, such as 'train[:90%]'"
     read_instance("tfds_source", split, str, expected, "open each split by itself")
@@ -51,8 +51,8 @@ def tfds_source(dataset: Any, split: str, *, data_dir: Any = None) -> "TfdsSourc
             got = f"{tree.describe_value(dataset)} and data_dir={data_dir!r}"
             refuse("tfds_source", expected, got)
         if not builder.is_prepared():
-            expected = f"{builder.info.full_name} to be prepared in {builder.data_dir}"
-            refuse("tfds_source", expected, "nothing there", _PREPARE, kind=DataError)
+            where = f"{builder.info.full_name} is not prepared in {builder.data_dir}"
+            raise DataError(f"tfds_source: {where}; {_PREPARE}")
     _check_format(builder)
     try:
         source = builder.as_data_source(split, file_format="array_record")
@@ -68,10 +68,11 @@ def _find(name: str, data_dir: Any) -> Any:
     builder = find_tfds_builder(name, data_dir)
     if builder is None:
         where = default_tfds_directory() if data_dir is None else data_dir
-        expected, got = f"{name!r} to be prepared in {where}", "no such dataset or version there"
         make = f"builder = tfds.builder({name!r}, data_dir=…)"
-        advice = f"{_PREPARE} of {make}, or give its directory as data_dir=…"
-        refuse("tfds_source", expected, got, advice, kind=DataError)
+        raise DataError(
+            f"tfds_source: no dataset or version {name!r} is prepared in {where}; {_PREPARE} of "
+            f"{make}, or give its directory as data_dir=…"
+        )
     return builder
 
 

@@ -349,16 +349,18 @@ class _WorkerTraceback(Exception):  # noqa: N818  the cause of an error, and non
 def _raise(reply: Reply, step: int) -> NoReturn:
     """Raise what a worker raised, or say that the batch kills its workers."""
     if reply.kind == "died":
-        expected = f"a process that makes the batch of step {step}"
-        got = f"{ATTEMPTS} that died while they made it, the last by {spell_status(reply.value)}"
-        advice = "debug it with count=0, or leave its index out with without([(index, index + 1)])"
-        refuse("workers", expected, got, advice, kind=DataError)
+        raise DataError(
+            f"workers: {ATTEMPTS} processes died while they made the batch of step {step}, the "
+            f"last by {spell_status(reply.value)}; debug it with count=0, or leave its index out "
+            "with without([(index, index + 1)])"
+        )
     failure: Failure = reply.value
     cause = _WorkerTraceback(failure.traceback)
     if failure.used_jax:
-        expected = f"only numpy and Python in the batch of step {step}"
-        advice = "jax does not run in workers: return numpy arrays, or give count=0"
-        refuse("workers", expected, "a use of jax", advice, kind=DataError, cause=cause)
+        raise DataError(
+            f"workers: the batch of step {step} uses jax, which does not run in workers; return "
+            "numpy arrays, or give count=0"
+        ) from cause
     error = failure.load()
     if error is None:
         text = f"workers: making the batch of step {step} raised {failure.line}"

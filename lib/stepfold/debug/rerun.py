@@ -61,7 +61,7 @@ class Replay(NamedTuple):
 
     def __getattr__(self, name: str) -> Any:
         if name in _RENAMED:
-            raise AttributeError(f"Replay: expected {_RENAMED[name]}, the new name of {name}")
+            raise AttributeError(f"Replay.{name} is now Replay.{_RENAMED[name]}")
         raise AttributeError(f"Replay has no attribute {name!r}")
 
     def __str__(self) -> str:

@@ -159,8 +159,8 @@ class Progress(Sink):
         # If stderr is what failed, a warning would fail as well.
         if _is_open(sys.stderr) and (self._file is not None or self._kind == "json"):
             warn(
-                f"progress: expected a stream to write to, got one that fails: {error}; the run "
-                "continues, and the rest of it is not shown",
+                f"progress: cannot write to the stream: {error}; the run continues without "
+                "showing its progress",
                 RuntimeWarning,
             )
 

@@ -97,7 +97,7 @@ def _read_hook(name: str, hook: Any) -> Hook:
     if not is_hook and (not callable(hook) or isinstance(hook, type)):
         advice = ""
         if isinstance(hook, Sink):
-            advice = "it takes events of its own accord; sf.log_to has every=…"
+            advice = "give it to fit itself; sf.log_to has every=…"
         refuse(name, "a hook, (event) -> …", describe_value(hook), advice)
     inner = as_hook(hook)
     if "epoch" in inner.also:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from stepfold.core.validation import spell_call, suggest, takes
-from stepfold.errors import ConfigError, OutOfMemoryError, StepfoldError, refuse
+from stepfold.errors import OutOfMemoryError, StepfoldError, refuse
 from stepfold.inspect.report import Report, describe
 from stepfold.sharding.plan import read_step_and_plan
 from stepfold.sharding.topology import devices_of
@@ -51,9 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 def _describe(options: argparse.Namespace) -> Report:
     path, _, name = options.function.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        raise ConfigError(
-            f"expected train.py:build, got {options.function}; name a file and its function"
-        )
+        refuse("function", "train.py:build", options.function, "name a file and its function")
     sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
     values = runpy.run_path(path)
     build = values.get(name)

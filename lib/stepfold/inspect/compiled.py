@@ -134,8 +134,8 @@ class CompiledStep:
         donated = [name for name, leaf in arrays if leaf.is_deleted()]
         if donated and texts.DELETED_ARRAY.search(str(error)):
             raise ConfigError(
-                f"{_some(donated)}: the arrays were donated to an earlier call and are gone; go on "
-                "with the state that it returned, or compile with donate=False"
+                f"{_some(donated)}: the arrays were donated to an earlier call and are gone; "
+                "continue with the state that it returned, or compile with donate=False"
             ) from None
         changes = argument_changes(self.state, state, "state")
         changes += argument_changes(self.batch, batch, "batch")
@@ -356,8 +356,9 @@ def _check_devices(arrays: Any, root: str, default: Sharding, advice: str) -> No
     elsewhere = [name for name, leaf in named if leaf.sharding.device_set != devices]
     if elsewhere:
         raise ShardingError(
-            f"{root}: expected all of it on the devices of {_spell(default)}, got elsewhere "
-            f"{_some(elsewhere)}; {advice}move the state with sf.sharding.place(state, plan)"
+            f"{root}: expected all arrays on the devices of {_spell(default)}, got "
+            f"{_some(elsewhere)} elsewhere; {advice}move the state with "
+            "sf.sharding.place(state, plan)"
         )
 
 

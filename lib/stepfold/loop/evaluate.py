@@ -312,7 +312,9 @@ class Evaluation:
                 return {f"{self.name}/{name}": value for name, value in metrics.items()}
             numbers = self.measure(state)
         except StopIteration as error:  # would pass for the end of the training data
-            got, advice = "StopIteration", "make the iterator again for each evaluation"
-            refuse(self.name, "numbers by name", got, advice, kind=DataError, cause=error)
+            raise DataError(
+                f"{self.name}: the evaluation raised StopIteration; make the iterator again for "
+                "each evaluation"
+            ) from error
         read_instance(self.name, numbers, Mapping, "numbers by name")
         return metric_values(numbers, f"{self.name}/")

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stepfold.errors import refuse
+from stepfold.errors import ConfigError
 
 
 class Stop(NamedTuple):
@@ -175,8 +175,10 @@ class EventMetrics(dict[str, float]):
     """The metrics of an event, which hooks, history and files share; a copy is a plain dict."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        advice = "return {name: number} from the hook to add numbers, or change dict(event.metrics)"
-        refuse("event.metrics", "the numbers that were measured", "a change of them", advice)
+        raise ConfigError(
+            "event.metrics is read-only; return {name: number} from the hook to add numbers, or "
+            "change dict(event.metrics)"
+        )
 
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 

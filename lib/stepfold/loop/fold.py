@@ -22,7 +22,7 @@ import jax
 
 from stepfold.core.processes import Position, agreement, broadcast_from_first
 from stepfold.data.epochs import size_at
-from stepfold.errors import DataError, refuse, warn
+from stepfold.errors import ConfigError, DataError, refuse, warn
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.events import Event, EventMetrics, HookRequest, Replace, Reweight, Stop
 from stepfold.loop.feed import BatchFeed, batch_sizes
@@ -77,8 +77,9 @@ class Part(Protocol):
     same parts at the same steps.
 
     `fit` takes parts among its hooks. It calls them after the evaluations and the end of an epoch,
-    and before a save. They may also have `open(run)`, called before the first step, and `close()`.
-    Both are called again if the run goes back.
+    and before a save; after a signal, a resume calls those that are due. They may also have
+    `open(run)`, called before the first step, and `close()`. Both are called again if the run goes
+    back.
 
     >>> import math, jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> class Halve:
@@ -174,8 +175,8 @@ def next_due(run: Run, setup: Setup) -> float:
     due = [schedule.next_due(step), *(each for each in reads if each > step)]
     for part in setup.parts:
         if (following := part.next(run)) <= step:
-            expected = f"next(run) to be a step after {step}"
-            refuse(f"the part {part.name!r}", expected, repr(following), "return math.inf for none")
+            argument, expected = f"part {part.name!r}: next(run)", f"a step after {step}"
+            refuse(argument, expected, repr(following), "return math.inf for none")
         due.append(following)
     return min(due)
 
@@ -294,10 +295,11 @@ def visit(run: Run, setup: Setup) -> Runs:
         if (shown := remote.take(run, setup)) is run:
             break
         yield (run := shown)
-    if run.step != run.total and (run.end is None or run.is_at_start):
+    if run.step != run.total and run.end is None:
         run = yield from end_epoch(run, setup)
     for part in setup.parts:
-        run = yield from _call_part(part, run, setup.inbox)
+        if not run.is_interrupted:  # or it would come before an evaluation that is cut
+            run = yield from _call_part(part, run, setup.inbox)
     return (yield from save(run, setup))
 
 
@@ -402,7 +404,7 @@ def save(run: Run, setup: Setup) -> Runs:
 
 def _ignore_save(run: Run) -> Run:
     """Warn of a request to save a run without checkpoints."""
-    warn("SIGUSR1: expected checkpoints to save, got none; give checkpoints=…")
+    warn("SIGUSR1 ignored: fit has no checkpoints; give checkpoints=…")
     return run.without(Kind.SAVE)
 
 
@@ -415,9 +417,10 @@ def _call_part(part: Part, run: Run, inbox: Inbox) -> Runs:
             break
         yield (run := changed)
         if (times := times + 1) == _TOO_OFTEN:
-            expected = f"is_due(run) to become False once it is done after step {run.step}"
-            advice = "note in the run or in the part that it is done"
-            refuse(f"the part {part.name!r}", expected, f"True {times} times", advice)
+            raise ConfigError(
+                f"part {part.name!r} is always due: is_due(run) was True {times} times after step "
+                f"{run.step}; note in the run or in the part that it is done"
+            )
     return run
 
 
@@ -488,8 +491,8 @@ def _replace(run: Run, setup: Setup, request: Replace | Reweight, at: int) -> Ru
     if setup.saves is not None and setup.saves.has_saved(run):
         if run.end is None:
             warn(
-                f"step {run.step}: expected to replace the state before it is saved, got a "
-                f"request after that, which has no effect: {request.why}"
+                f"step {run.step}: {type(request).__name__} ignored, since the step is already "
+                f"saved: {request.why}"
             )
         return run
     if isinstance(request, Reweight):

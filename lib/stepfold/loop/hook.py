@@ -390,9 +390,9 @@ class Hooks:
         missing = dict.fromkeys(name for name, _ in saved if name not in known)
         if missing:
             warn(
-                f"hooks: expected {', '.join(missing)}, whose state is in the checkpoint, got no "
-                "such hook, and the state is dropped; a hook with another name or metric, or in a "
-                "wrapper, starts afresh"
+                f"hooks: the checkpoint has the state of {', '.join(missing)}, but fit has no such "
+                "hook, so the state is dropped; a hook with another name or metric, or in a "
+                "wrapper, starts over"
             )
         inits = self._inits
         states = [*inits]
@@ -402,7 +402,7 @@ class Hooks:
             if len(indices) != len(found):
                 warn(
                     f"hooks: expected {len(found)} {name}, as in the checkpoint, got "
-                    f"{len(indices)}; they start afresh: give each a name=…"
+                    f"{len(indices)}; they start over: give each a name=…"
                 )
                 continue
             for index, state in zip(indices, found, strict=True):
@@ -427,8 +427,8 @@ def _checked(name: str, state: Any, init: Any) -> Any:
 def warn_of_other(name: str) -> None:
     """Warn that a checkpoint has the state of another hook under a name."""
     warn(
-        f"hooks: expected the state of {name}, got that of another hook of this name in the "
-        "checkpoint; it starts afresh: give it another name"
+        f"hooks: the state of {name} in the checkpoint is that of another hook of this name; "
+        f"{name} starts over: give it another name"
     )
 
 

@@ -131,8 +131,8 @@ def _rebuild(leaves: dict[str, np.ndarray], like: Mapping[str, Any]) -> dict[str
             used |= {path for path, _ in expected}
     if lost := sorted(leaves.keys() - used):
         warn(
-            f"metrics: expected those of the resumed run, got others without {lost[0]}"
-            f"{', …' * (len(lost) > 1)}; their values since the last log point are dropped",
+            f"metrics: the step does not return {lost[0]}{', …' * (len(lost) > 1)} as in the "
+            "resumed run; the values since the last log point are dropped",
         )
         for path in lost:
             del leaves[path]

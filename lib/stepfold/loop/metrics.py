@@ -384,8 +384,9 @@ class History(dict[str, Curve]):
                 self.add(step, {name: value})
         if cut:
             warn(
-                f"history: expected all points of {cut[0]}{', …' * (len(cut) > 1)}, got the last "
-                f"{_SAVED_POINTS} of them, which a checkpoint keeps; give run_dir=… to keep all"
+                f"history: only the last {_SAVED_POINTS} points of {cut[0]}"
+                f"{', …' * (len(cut) > 1)} are left, as a checkpoint keeps no more; give run_dir=… "
+                "to keep all"
             )
 
 

@@ -33,7 +33,8 @@ class Saves:
 
     `find_target` returns the step to go back to, or why to stop instead. `describe` returns what a
     checkpoint holds next to the state, and `awaits` the evaluations that another process makes of
-    the step of a run.
+    the step of a run. `stopped` is what the restored checkpoint holds, if the run has yet to stop
+    there.
     """
 
     def __init__(
@@ -47,11 +48,12 @@ class Saves:
         evaluations: Sequence[Evaluation],
         describe: Callable[[Run], dict[str, Any]],
         awaits: Callable[[Run], Sequence[str]],
+        stopped: Mapping[str, Any] | None = None,
     ) -> None:
         self._series, self.find_target = series, find_target
         self._schedule, self._feed, self._hooks = schedule, feed, hooks
         self._inbox, self._evaluations = inbox, evaluations
-        self._describe, self._awaits = describe, awaits
+        self._describe, self._awaits, self._stopped = describe, awaits, stopped
         self._has_warned_of_time = False
         # The step, time, seconds in saves and their number, after the first save.
         self._first: tuple[int, float, float, int] | None = None
@@ -147,6 +149,7 @@ class Saves:
             return run if run.unsaved else run._replace(unsaved="a parameter is NaN")
         metrics = run.logged_metrics if run.logged_step == run.step else {}
         extra = self._describe(run if has_user_code else run._replace(hook_states=()))
+        self._stopped = None if run.requests.to_checkpoint() is None else extra
         if due == "metadata":  # add to the checkpoint that the run resumed from
             self._hooks.flush()
             series.add_later(run.step, metrics=metrics, extra=extra)
@@ -166,7 +169,8 @@ class Saves:
 
     def describe_end(self, run: Run) -> dict[str, Any]:
         """Return what the checkpoint of a run that stopped early holds: a later one continues."""
-        return self._describe(run.without(Kind.STOP))
+        extra = self._stopped or self._describe(run)
+        return {**extra, "fit": {**extra["fit"], "stop": None}}
 
     def add_end(self, run: Run, ended: Run, extra: Mapping[str, Any]) -> None:
         """Add to the checkpoint of a run that stopped early what its end has measured.
@@ -174,7 +178,7 @@ class Saves:
         `extra` is what `describe_end` returned before the end.
         """
         series, rank = self._series, self._rank(ended)
-        has_news = run.requests.to_checkpoint() is not None or rank != self._rank(run)
+        has_news = self._stopped is not None or rank != self._rank(run)
         has_news = has_news and not ended.requests.has(Kind.CORRUPTION)
         if has_news and run.step in (series.saved, run.resumed):
             self._hooks.flush()

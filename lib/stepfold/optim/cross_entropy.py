@@ -340,9 +340,10 @@ def _spec(entries: Iterable[Axes]) -> PartitionSpec:
 
 
 def _refuse_second_derivative(*_: Any) -> Any:
-    expected, got = "one derivative, in reverse mode", "a second one"
-    advice = "compute the logits and optax.softmax_cross_entropy_with_integer_labels instead"
-    refuse("linear_cross_entropy", expected, got, advice, kind=LossError)
+    raise LossError(
+        "linear_cross_entropy has only a first derivative, in reverse mode; compute the logits and "
+        "optax.softmax_cross_entropy_with_integer_labels instead"
+    )
 
 
 _run = jax.custom_jvp(jax.jit(_run_on_devices, static_argnums=(0, 1)), nondiff_argnums=(0, 1))

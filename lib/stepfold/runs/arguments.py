@@ -174,8 +174,8 @@ def check_kinds(hooks: Sequence[Hook], evaluations: Sequence[Evaluation]) -> Non
         metric = hook.metric or ""
         if hook.may_return(Stop) and metric.partition("/")[0] in at_end:
             warn(
-                f"{hook.label}: expected {metric} to be measured during the run, got an "
-                "evaluation at its end; give sf.Evaluation(…, every=…)",
+                f"{hook.label} stops nothing, since {metric} is only measured at the end of the "
+                "run; give sf.Evaluation(…, every=…)",
             )
 
 
@@ -262,10 +262,8 @@ class WatchedMetrics:
             is_own_kind = metric.rpartition("/")[0] == event.kind
             if is_own_kind and metric not in event.metrics and self._knows_names:
                 near = get_close_matches(metric, event.metrics, n=1, cutoff=0.9)
-                advice = f"{argument} needs one of them"
-                advice += f"; did you mean {near[0]!r}?" if near else ""
-                got = ", ".join(sorted(event.metrics))
-                refuse(metric, "a metric that is measured", got, advice)
+                advice = f"did you mean {near[0]!r}?" if near else ""
+                refuse(argument, f"one of {', '.join(sorted(event.metrics))}", metric, advice)
         unseen = self.unseen.items()
         self.unseen = {metric: arg for metric, arg in unseen if metric not in event.metrics}
 
@@ -274,6 +272,6 @@ class WatchedMetrics:
         for metric, argument in self.unseen.items() if self.saw_event else ():
             if not history.curve(metric) and not metric.startswith(self._remote):
                 warn(
-                    f"{metric}: expected a metric that is measured, got "
-                    f"{', '.join(sorted(history))}; {argument} had no effect",
+                    f"{argument}: {metric} was never measured, so it had no effect; the metrics "
+                    f"are {', '.join(sorted(history))}",
                 )

@@ -355,8 +355,7 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
     except DamageError as error:
         raise DamageError(f"{error}; {advice}") from error
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        expected, got = "a capsule as fit writes it", f"a damaged one: {error!r}"
-        refuse(path, expected, got, advice, kind=DamageError, cause=error)
+        raise DamageError(f"{path}: the capsule is damaged: {error!r}; {advice}") from error
 
 
 _is_number = lambda value: type(value) in (int, float)

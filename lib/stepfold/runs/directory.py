@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypedDict
 
 from stepfold.core.validation import absolute_path, check_flags, is_url, read_positive
-from stepfold.errors import refuse, warn
+from stepfold.errors import ConfigError, refuse, warn
 from stepfold.tree import describe_value
 
 
@@ -81,21 +81,26 @@ def read_run_directory(run_dir: Any, moved: Moved) -> RunDirectory:
     if "patience" in moved:
         if moved["patience"] is not None:
             read_positive("patience", moved["patience"], unit="seconds")
-        got = "got an argument of fit; write sf.start_distributed(patience=…)"
-        warn(f"patience: expected an argument of start_distributed, {got}", DeprecationWarning)
+        warn(
+            "patience: moved from fit to start_distributed; write sf.start_distributed(patience=…)",
+            DeprecationWarning,
+        )
     options: dict[str, Any] = {**moved}
     options.pop("patience", None)
     if isinstance(run_dir, RunDirectory):
         if options:
             names = ", ".join(options)
-            advice = "give them to RunDirectory"
-            refuse(names, "arguments of RunDirectory", "arguments of fit beside one", advice)
+            raise ConfigError(
+                f"{names}: moved from fit to RunDirectory; give them to the RunDirectory"
+            )
         return run_dir
     directory = RunDirectory(run_dir, **options)
     if options:
         path = [] if run_dir is None else [repr(os.fspath(run_dir))]
         new = ", ".join([*path, *(f"{name}=…" for name in options)])
-        got = f"got arguments of fit; write run_dir=sf.RunDirectory({new})"
-        names = ", ".join(options)
-        warn(f"{names}: expected arguments of RunDirectory, {got}", DeprecationWarning)
+        warn(
+            f"{', '.join(options)}: moved from fit to RunDirectory; write "
+            f"run_dir=sf.RunDirectory({new})",
+            DeprecationWarning,
+        )
     return directory

@@ -225,8 +225,7 @@ class _EarlierRows:
             curves, damaged_lines = read_curves(file, self._until, name)
         if damaged_lines:
             warn(
-                f"{self._path}: expected lines of metrics, got {damaged_lines} that are damaged; "
-                "they are left out of the history",
+                f"{self._path}: damaged lines are left out of the history: {damaged_lines}",
                 RuntimeWarning,
             )
         return curves

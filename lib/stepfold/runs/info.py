@@ -301,6 +301,6 @@ def move_previous_run(directory: Path | None, step: int, files: Iterable[Path] =
                 os.rename(folder / name, aside / name)
         argument = "run_dir" if folder == directory else "log_to"
         warn(
-            f"{argument}: expected no metrics after step {step}, got those of an earlier run, up "
-            f"to step {last}; its files are now in {aside}. To resume a run, keep its checkpoints",
+            f"{argument}: this run starts at step {step}, but an earlier run has metrics up to "
+            f"step {last}; its files are now in {aside}. To resume a run, keep its checkpoints",
         )

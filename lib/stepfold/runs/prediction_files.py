@@ -90,9 +90,10 @@ class PredictionFiles:
         for name in files:
             start, stop = map(int, re.findall(r"\d+", name))
             if start != row:
-                expected, got = f"{self._path} to have row {row} before {name}", "none"
-                advice = "delete the files of later rows, which are then predicted again"
-                refuse("to", expected, got, advice, kind=CheckpointError)
+                raise CheckpointError(
+                    f"to: {self._path} has no row {row} before {name}; delete the files of later "
+                    "rows, which are then predicted again"
+                )
             self._ranges.append([start, stop])
             row = stop
         if has_index:
@@ -216,8 +217,9 @@ class PredictionFiles:
 def _lock(path: Path) -> Iterator[None]:
     with locked(path, alone=True) as held:
         if held is False:
-            got, advice = "another call that writes to it", "wait for it, or give another"
-            refuse("to", f"{path} for this call alone", got, advice, kind=CheckpointError)
+            raise CheckpointError(
+                f"to: another call of predict writes to {path}; wait for it, or give another folder"
+            )
         yield
 
 
@@ -266,9 +268,10 @@ def _converted_errors(path: Path, what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        advice = "make room or change the permission, and call predict again, which continues"
-        got = f"an error: {error.strerror or error}"
-        refuse(path, f"a file that can be {what}", got, advice, kind=CheckpointError, cause=error)
+        raise CheckpointError(
+            f"{path}: cannot be {what}: {error.strerror or error}; make room or change the "
+            "permission, and call predict again, which continues"
+        ) from error
 
 
 def fingerprint(arrays: Any) -> dict[str, int]:

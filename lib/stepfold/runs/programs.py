@@ -120,8 +120,7 @@ class ProgramFiles:
         if checksum == _checksum(key, program):
             return program
         warn(
-            f"{path}: expected a program as it was written, but the file is damaged; it is deleted "
-            "and the program compiled again",
+            f"{path}: the compiled program is damaged; it is deleted, and compiled again",
         )
         with suppress(OSError):
             path.unlink()

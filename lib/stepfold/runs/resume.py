@@ -111,9 +111,10 @@ def continue_from(
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, StepfoldError):
             raise
-        advice = "restore the state with sf.restore instead"
-        expected = f"the state of a run as fit saves it in step {restored.step}"
-        refuse(where, expected, f"{error!r}", advice, kind=CheckpointError, cause=error)
+        raise CheckpointError(
+            f"{where}: fit cannot continue from step {restored.step}: {error!r}; restore the state "
+            "with sf.restore instead"
+        ) from error
     run = run._replace(hyperparams=_compare_hyperparams(before.hyperparams, run, restored))
     if more_steps is not None:  # an interrupted run keeps its target
         is_interrupted = saved.get("total") is not None and not run.is_complete
@@ -123,6 +124,7 @@ def continue_from(
     used = saved.get("batches_used")
     used = session.feed.seek(restored.data, run.step, used, needs_batches=needs_batches)
     session.run = run._replace(batches_used=used)
+    session.stopped = extra if saved.get("stop") is not None else None
     return run.is_complete
 
 

@@ -15,7 +15,7 @@ import jax
 from stepfold.checkpoint.manifest import DamageError
 from stepfold.checkpoint.series import Series
 from stepfold.core.processes import agreement, broadcast_from_first
-from stepfold.errors import refuse, warn
+from stepfold.errors import warn
 from stepfold.json_files import check_plain, has_form, is_count, is_range, parse_json
 from stepfold.loop.events import GoBack, Stop
 from stepfold.loop.feed import BatchFeed
@@ -128,10 +128,8 @@ class Rollbacks:
             note = self._series.store.read_note(_NOTE)
             return _checked([] if note is None else note)
         except (DamageError, ValueError) as error:
-            argument, reason = f"{self._series.directory}: {_NOTE}", str(error)
-            expected = "the note that a run wrote when it went back"
-            got = f"a damaged one: {reason.removeprefix(f'{_NOTE}: ')}"
-            refuse(argument, expected, got, kind=DamageError, cause=error)
+            reason = str(error).removeprefix(f"{_NOTE}: ")
+            raise DamageError(f"{self._series.directory}: {_NOTE} is damaged: {reason}") from error
 
     def _write(self) -> None:
         with agreement(f"{self._series.directory}: {_NOTE} is not written"):

@@ -1,6 +1,6 @@
 """A call of `fit` as one object: what folds a run, the run, and the state that it starts with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,6 +46,7 @@ class Session(Setup):
       capsule: of the step in which a NaN or inf ended the run, once it is taken.
       was_over: whether there was nothing left to do where this call last continued the run: all
         steps were done, or a hook had stopped it for a reason that its state still gives.
+      stopped: what the checkpoint holds from which it continues, if the run has yet to stop there.
     """
 
     run: Run
@@ -58,6 +59,7 @@ class Session(Setup):
     rollbacks: "Rollbacks | None" = None
     capsule: "Capsule | None" = None
     was_over: bool = False
+    stopped: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.series is not None:
@@ -132,6 +134,7 @@ class Session(Setup):
             # Without the session, so that no cycle keeps the state alive.
             partial(describe, self.hooks, self.inbox, rollbacks, self.restored_parts, has_history),
             (lambda _: ()) if self.remote is None else self.remote.awaits,
+            self.stopped,
         )
 
     def _open(self) -> None:

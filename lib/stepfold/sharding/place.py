@@ -158,11 +158,11 @@ def _check_equal_rows(mesh: Mesh, rows: int) -> None:
         refuse("shard_batch", expected, got, "drop or pad the last batch", kind=DataError)
     if not answered:
         had = sorted(set().union(*(counts[process] for process in late)))
-        before = f", only of {', '.join(map(str, had))} before" if had else ""
+        before = f", only of {', '.join(map(str, had))} rows before" if had else ""
         raise PeerTimeoutError(
-            f"shard_batch: expected a batch of {rows} rows from every process, as this one has, "
-            f"got none from {spell_processes(late)} in {seen.timeout} s{before}; if a process was "
-            "slow, wait longer with start_distributed(timeout=…), else drop or pad the last batch"
+            f"shard_batch: {spell_processes(late)} gave no batch of {rows} rows, as this process "
+            f"did, in {seen.timeout} s{before}; if a process was slow, wait longer with "
+            "start_distributed(timeout=…), else drop or pad the last batch"
         )
 
 

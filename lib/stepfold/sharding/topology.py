@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from stepfold.errors import ConfigError, ShardingError, refuse
+from stepfold.errors import ConfigError, ShardingError
 from stepfold.internals import texts
 from stepfold.internals.jax import can_run
 
@@ -54,8 +54,9 @@ def devices_of(topology: str) -> list[jax.Device]:
         return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
     except RuntimeError as error:
         if texts.NO_LIBTPU.search(str(error)):
-            advice = 'pip install "stepfold[tpu]"'
-            refuse("topology", "libtpu", "none", advice)
+            raise ConfigError(
+                "topology: libtpu is not installed; run pip install 'stepfold[tpu]'"
+            ) from None
         if not texts.UNKNOWN_TOPOLOGY.match(str(error)):
             raise
         raise ConfigError(f"{message}; libtpu reports: {error}") from None
@@ -68,7 +69,7 @@ def check_here(devices: Iterable[Any]) -> None:
     """Refuse devices of `devices_of`."""
     if not can_run(devices):
         raise ShardingError(
-            "devices: expected devices that are here, got those of sf.sharding.devices_of, which "
+            "devices: expected devices of this machine, got those of sf.sharding.devices_of, which "
             "hold no arrays and run nothing; describe and compile steps for them, with abstract "
             "arrays"
         )

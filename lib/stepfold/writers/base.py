@@ -16,7 +16,7 @@ import numpy as np
 from stepfold import tree
 from stepfold.checkpoint.steps import sync
 from stepfold.core.validation import absolute_path, read_instance, read_integer
-from stepfold.errors import refuse
+from stepfold.errors import ConfigError, refuse
 
 PathLike = str | os.PathLike[str]
 Values = Mapping[str, Any]
@@ -271,8 +271,8 @@ def check_path(argument: str, path: Any, kind: str = "file") -> Path:
 def require(package: str, argument: str, extra: str) -> None:
     """Check that an optional package is installed, without importing it."""
     if find_spec(package) is None:
-        advice = f"install it with pip install 'stepfold[{extra}]'"
-        refuse(argument, f"{package} to be installed", "no such package", advice)
+        advice = f"run pip install 'stepfold[{extra}]'"
+        raise ConfigError(f"{argument}: {package} is not installed; {advice}")
 
 
 @contextmanager

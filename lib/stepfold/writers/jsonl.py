@@ -146,8 +146,8 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
         if _is_lost(removed):
             left = f"the last row is of step {self._last_step}" if end else "no row is left"
             warn(
-                f"{self._path}: expected lines of metrics, got NUL bytes, as a power loss leaves "
-                f"them; they are removed, and {left}",
+                f"{self._path}: the file ended in NUL bytes, as after a power loss; they are "
+                f"removed, and {left}",
                 RuntimeWarning,
             )
 
@@ -210,9 +210,10 @@ class csv_writer(jsonl_writer):  # noqa: N801
         if self._file is None:
             _check_kind(self._table, b"step,")
             if self._table.exists() and not self._path.exists():
-                expected = f"{self._path}, from which {self._table} is derived"
-                advice = "move the table away, or give another path"
-                refuse("csv_writer", expected, "no such file", advice)
+                raise ConfigError(
+                    f"csv_writer: {self._table} is there without {self._path}, from which it is "
+                    "derived; move the table away, or give another path"
+                )
         return super()._open()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from stepfold.errors import refuse
+from stepfold.errors import ConfigError
 from stepfold.writers.base import ConvertingWriter, Histogram, Value, require
 
 
@@ -50,12 +50,11 @@ class _RunWriter(ConvertingWriter):
 
     def _get_run(self) -> Any:
         if self._is_closed:
-            expected = "no write after close(), which finished the run"
             identity = "id" if self._package == "wandb" else "name"
-            advice = (
-                f"make another writer, with {identity}=… and resume='must' to continue this run"
+            raise ConfigError(
+                f"{type(self).__name__}: write after close(), which finished the run; make another "
+                f"writer, with {identity}=… and resume='must' to continue this run"
             )
-            refuse(type(self).__name__, expected, "one", advice)
         if self._run is None:
             self._run = import_module(self._package).init(**self._options)  # takes long
         return self._run
