@@ -2,6 +2,7 @@
 
 import math
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -271,9 +272,9 @@ def test_a_run_is_described_in_a_line_however_long_an_interval_is():
     assert repr(seen[0].current) == "Steps(1500 calls, step=0)"
 
 
-def test_a_replacement_after_the_save_of_its_step_is_ignored_with_a_warning(monkeypatch):
+def test_a_replacement_after_the_save_of_its_step_is_ignored_with_a_warning():
     setup = setup_of([])
-    monkeypatch.setattr(setup.saves, "has_saved", lambda run: True)
+    setup.saves = SimpleNamespace(has_saved=lambda run: True)
     run = Run.start(np.float32(0), 0, 0, None, {})
     says = "^step 0: Replace ignored, since the step is already saved: no better$"
     with pytest.warns(UserWarning, match=says):

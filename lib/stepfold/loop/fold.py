@@ -356,21 +356,16 @@ def end_epoch(run: Run, setup: Setup) -> Runs:
     """Show hooks the end of an epoch, after all other events of its last step."""
     is_new = setup.schedule.logs_epochs and run.step > run.epoch_ended_at
     done = setup.schedule.epochs_done(run.step) if is_new else None
-    if done is not None:
-        event = Event(run.step, run.total, {}, run.state, kind="epoch", epoch=done - 1)
-        yield (
-            run := _show_without_metrics(run, run._replace(epoch_ended_at=run.step), setup, event)
-        )
-    return run
-
-
-def _show_without_metrics(run: Run, shown: Run, setup: Setup, event: Event) -> Run:
-    """Show hooks an event without metrics, and act on what they request."""
+    if done is None:
+        return run
+    event = Event(run.step, run.total, {}, run.state, kind="epoch", epoch=done - 1)
+    shown = run._replace(epoch_ended_at=run.step)
     called = setup.inbox.call_hooks(run, setup.hooks.update, shown.hook_states, event)
-    if called is NO_VALUE:
-        return shown
-    states, _, requests = called
-    return _act(shown._replace(hook_states=states), setup, requests, run.step, run.step)
+    if called is not NO_VALUE:
+        states, _, requests = called
+        shown = _act(shown._replace(hook_states=states), setup, requests, run.step, run.step)
+    yield shown
+    return shown
 
 
 def save(run: Run, setup: Setup) -> Runs:
@@ -378,8 +373,11 @@ def save(run: Run, setup: Setup) -> Runs:
     saves, step = setup.saves, run.step
     request = run.requests.get(Kind.SAVE)
     is_asked = request is not None and request.step <= step and run.end is None
+    if saves is None and is_asked:
+        warn("SIGUSR1 ignored: fit has no checkpoints; give checkpoints=…")
+        return run.without(Kind.SAVE)
     if saves is None:
-        return _ignore_save(run) if is_asked else run
+        return run
     due = saves.find_due(run)
     if due is None and not is_asked:
         return run
@@ -400,12 +398,6 @@ def save(run: Run, setup: Setup) -> Runs:
         saves.warn_of_time(run)
     yield (run := run.without(Kind.SAVE) if is_asked else run)
     return run
-
-
-def _ignore_save(run: Run) -> Run:
-    """Warn of a request to save a run without checkpoints."""
-    warn("SIGUSR1 ignored: fit has no checkpoints; give checkpoints=…")
-    return run.without(Kind.SAVE)
 
 
 def _call_part(part: Part, run: Run, inbox: Inbox) -> Runs:
@@ -531,7 +523,7 @@ def _end_complete(run: Run, setup: Setup) -> Runs:
         run = _resolve_go_back(inbox.exchange_reasons(run), setup)
         if run.go_back_request is not None:
             return run
-    # A hook that stops a run after its last step has no effect.
+    # A reason to stop does not count once all steps are done.
     has_reason = run.requests.has(Kind.STOP)
     if has_reason and not run.is_interrupted and run.end and run.end.kind is not Kind.STOP:
         run = inbox.drop_requests(run, Kind.STOP)

@@ -1,8 +1,8 @@
 """Evaluations of the checkpoints of a run by another process: read their results.
 
-`evaluator.py` is the other process. They meet in the notes next to the checkpoints, as
-`checkpoint/results.py` describes them: the run says which evaluations a checkpoint awaits, and the
-other process creates a result for each, once.
+`evaluator.py` runs in the other process. The two communicate by notes next to the checkpoints (see
+`checkpoint/results.py`): the run lists the evaluations that a checkpoint awaits, and the other
+process creates a result for each, once.
 """
 
 import time
@@ -32,9 +32,9 @@ from stepfold.loop.inbox import NO_VALUE, Inbox
 from stepfold.loop.run import Run
 from stepfold.loop.schedule import Schedule
 
-_SHARE = 0.05  # the largest share of the time to spend on looking for results at log points
+_SHARE = 0.05  # the largest share of the time that looking for results at log points takes
 _QUIET_SECONDS = 10.0  # of the wait at the end, before a warning
-_MANY = 10  # steps that wait for an evaluation, from which on a warning is due
+_MANY = 10  # with more steps that wait for an evaluation, there is a warning
 
 
 class RemoteResults:
