@@ -125,7 +125,7 @@ class Remote(Protocol):
         """Wait for the next result and show it. At the end, return the run unchanged."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Setup:
     """What folds a run: its step, batches, hooks and schedule. It stays the same during a fold."""
 

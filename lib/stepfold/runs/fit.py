@@ -178,19 +178,19 @@ def fit(
             all_sinks.append(DefaultProgress())
         stopwatch = Stopwatch() if files is None else files.stopwatch
         check = None if watched is None else watched.check
-        known_hooks = Hooks(all_hooks, all_sinks, stopwatch, check)
+        run_hooks = Hooks(all_hooks, all_sinks, stopwatch, check)
         to_do = more_steps or feed.total  # of the epochs, if they are given
         total = initial.step + to_do if to_do else steps
         session = Session(
             schedule=Schedule(
                 log_every,
                 recurring=[*evaluations, *(checkpoints.schedules if checkpoints else ())],
-                logs_epochs=known_hooks.wants_epochs,
-                delay=0 if known_hooks.exact else Schedule.delay_of(log_every),
+                logs_epochs=run_hooks.wants_epochs,
+                delay=0 if run_hooks.exact else Schedule.delay_of(log_every),
             ),
             runner=runner,
             feed=feed,
-            hooks=known_hooks,
+            hooks=run_hooks,
             inbox=Inbox() if jax.process_count() == 1 else _voting(),
             evaluations=[each for each in evaluations if not each.remote],
             parts=parts,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from stepfold.runs.rollback import Rollbacks
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Session(Setup):
     """A call of `fit`: a `Setup`, the run that it folds, and what the fold does not need to know.
 
@@ -41,7 +41,7 @@ class Session(Setup):
       files: the files of the run, if it has a directory.
       remote_evaluations: those that another process makes.
       restored_parts: of the state, if a resume restores only some.
-      on_open: called once, after the hooks were opened first.
+      on_open: called once, after the hooks were opened for the first time.
       rollbacks: how the run has gone back, if it has checkpoints.
       capsule: of the step in which a NaN or inf ended the run, once it is taken.
       was_over: whether there was nothing left to do where this call last continued the run: all
