@@ -38,9 +38,7 @@ def name_map(config):
         linear("layers/out", at + "self_attn.o_proj.weight"),
         linear("layers/{name}", at + "mlp.{name}_proj.weight"),  # gate, up, down
     ]
-    return sf.checkpoint.NameMap(
-        rules, ignore=[at + "self_attn.rotary_emb"]
-    )  # a buffer of older files
+    return sf.checkpoint.NameMap(rules, ignore=[at + "self_attn.rotary_emb"])  # in older files
 
 
 def init(config, key):
@@ -102,14 +100,10 @@ def loss_fn(config, factors, batch, _key, base):
 def main(folder=None, steps=STEPS):
     """Load, train the factors, merge, export."""
     config = CONFIG if folder is None else json.loads(Path(folder, "config.json").read_text())
-    names, start = name_map(config), partial(init, config)
+    names, start, key = name_map(config), partial(init, config), jax.random.key(0)
     if folder is None:
-        sf.checkpoint.export_params(
-            folder := "runs/llama/base", start(jax.random.key(0)), names=names
-        )
-    base = sf.checkpoint.load_params(
-        folder, jax.eval_shape(start, jax.random.key(0)), names=names, cast=True
-    )
+        sf.checkpoint.export_params(folder := "runs/llama/base", start(key), names=names)
+    base = sf.checkpoint.load_params(folder, jax.eval_shape(start, key), names=names, cast=True)
     text = "".join(topics.topics.values()).encode()[: 4096 * LENGTH]  # bytes as tokens
     rows = np.frombuffer(text, np.uint8).astype(np.int32).reshape(-1, LENGTH)
     tx, variables = optax.adam(1e-2), (init_factors(base, jax.random.key(1)), base)

@@ -41,9 +41,8 @@ class Process:
         loss_fn = lambda params, batch, _: sf.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
         shape = jax.eval_shape(lambda: sf.init_state(params, tx, jax.random.key(0)))
         plan = sf.make_sharding(shape, sf.make_mesh(), sf.sharding.fsdp(min_size=1))
-        step = sf.make_train_step(
-            loss_fn, tx, grad=sf.sharding.ordered(plan)
-        )  # the bits of any mesh
+        ordered = sf.sharding.ordered(plan)  # gradients with the bits of any mesh
+        step = sf.make_train_step(loss_fn, tx, grad=ordered)
         state = sf.init_state(params, tx, jax.random.key(0), sharding=plan)
         options = {"steps": 1000, "log_every": 10, "checkpoints": sf.Checkpoints(every=50)}
         return sf.fit(step, state, batches, run_dir=run_dir, **options).resumed

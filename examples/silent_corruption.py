@@ -93,9 +93,8 @@ def main(steps=STEPS):
         plan = NamedSharding(mesh, PartitionSpec())
         state = sf.init_state(init, TX, jax.random.key(0), sharding=plan)
         step = sf.make_train_step(loss_fn, TX, grad=checked_by_neighbours(mesh, wrong))
-        result = sf.fit(
-            sf.debug.check_step(step, every=2), state, sf.batches(data, BATCH, seed=0), steps=steps
-        )
+        step = sf.debug.check_step(step, every=2)
+        result = sf.fit(step, state, sf.batches(data, BATCH, seed=0), steps=steps)
         history = result.history
         suspects = [i for i in range(DEVICES) if history[f"train/suspect/{i}"][-1]]
         print(f"device {wrong} is wrong: loss {history['train/loss'][-1]:.3f}, ", end="")

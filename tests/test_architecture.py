@@ -110,6 +110,23 @@ def test_imports_point_down():
                 assert package == imported or below, f"{path} imports {name}"
 
 
+def test_the_guide_lists_the_layers_from_top_to_bottom():
+    text = (ROOT / "examples" / "guide" / "contributing.md").read_text()
+    section = text.partition("## The rooms")[2].partition("\n### ")[0]
+    rows = re.findall(r"^\| (`[\w`, ]+) \|", section, re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    heights = [layer_of(name) for name in listed]
+    assert heights == sorted(heights)
+    assert sorted(listed) == sorted(itertools.chain.from_iterable(LAYERS))
+
+
+def test_the_guide_for_contributors_names_files_that_exist():
+    text = (ROOT / "examples" / "guide" / "contributing.md").read_text()
+    paths = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
+    assert len(paths) > 20
+    assert [path for path in paths if not ((LIB / path).exists() or (ROOT / path).exists())] == []
+
+
 def test_heavy_packages_have_one_owner():
     for path in SOURCES:
         for name in imports(path):
@@ -298,9 +315,30 @@ def test_every_package_has_its_tests():
     assert folders - packages - {Path()} == set(map(Path, CROSS_PACKAGE_TESTS))
 
 
+def test_classes_have_different_names():
+    places = defaultdict(list)
+    for path in SOURCES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path)
+    # All but those of the adapters, each of which has the name that its library documents.
+    assert {name: paths for name, paths in places.items() if len(paths) > 1}.keys() == {"Trainer"}
+
+
 def test_no_vague_module_names():
     vague = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
     assert not [path for path in MODULES if path.stem in vague]
+
+
+def test_the_docstring_of_a_folder_names_files_that_exist():
+    named = 0
+    for path in SOURCES:
+        if path.name == "__init__.py":
+            docstring = ast.get_docstring(parse(path)) or ""
+            files = re.findall(r"`(\w+\.(?:py|html))`", docstring)
+            assert [name for name in files if not (LIB / path.parent / name).exists()] == [], path
+            named += len(files)
+    assert named > 20
 
 
 # Phrases that read as translated, and words of which plainer ones exist.

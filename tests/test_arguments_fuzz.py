@@ -137,7 +137,7 @@ VALID = {
     "latest_step": lambda: {"directory": saved()},
     "load_params": lambda: {"path": exported(), "like": PARAMS, "names": None, "cast": False},
     "log_to": lambda: {"writer": sf.writers.Writer(), "every": 1, "everywhere": False},
-    "low_precision": lambda: {"tx": TX, "dtype": "bfloat16"},
+    "low_precision": lambda: {"tx": TX},
     "make_eval_step": lambda: {"loss_fn": loss_fn, "precision": None, "stateful": False},
     "make_mesh": lambda: {
         "dims": (1,), "names": ("fsdp",), "dcn_dims": None, "devices": jax.devices()[:1],
@@ -204,6 +204,10 @@ OWN = {
     "eval_step", "loss_fn", "hook", "init", "key", "grad", "sharding", "source", "sources",
 }  # fmt: skip
 FUNCTIONS = {"names", "rules", "rename", "remat"}  # called: a wrong one raises its own error
+MODULES = (
+    *(sf, sf.checkpoint, sf.data, sf.debug, sf.hooks, sf.inspect, sf.optim, sf.sharding),
+    sf.writers,
+)
 NEED_RUN_DIR = {"run_dir", "checkpoints", "resume"}
 SLOW = {"compile_step", "describe", "evaluate"}  # flags only
 
@@ -214,7 +218,7 @@ def raw_error(name, parameter, wrong):
     if name == "fit" and parameter not in NEED_RUN_DIR:
         arguments["run_dir"] = None  # to write the files of a run takes longer than its steps
     valid, arguments[parameter] = arguments[parameter], WRONG[wrong]
-    function = getattr(sf, name)
+    function = next(getattr(m, name) for m in MODULES if name in m.__all__)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

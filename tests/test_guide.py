@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import stepfold
-from stepfold import adapter
+from stepfold import moved
 
 GUIDE = Path(__file__).parent.parent / "examples" / "guide"
 
@@ -99,6 +99,13 @@ def test_messages_has_the_text_of_every_error_and_warning():
     assert len({*messages}) > 600
 
 
+def test_each_page_of_messages_is_listed_and_not_empty():
+    index = (GUIDE / "troubleshooting" / "index.md").read_text()
+    listed = re.search(r"```{toctree}\n:maxdepth: 1\n(.*?)\n```", index, re.DOTALL)[1]
+    assert listed.split() == [*generated.TOPICS]
+    assert all(generated.messages(folder) for folder in generated.TOPICS)
+
+
 def test_a_message_has_the_values_of_names(tmp_path, monkeypatch):
     monkeypatch.setattr(stepfold, "__path__", [str(tmp_path)])
     source = """
@@ -142,22 +149,41 @@ def test_a_notebook_runs(name, tmp_path):
     assert any("image/png" in output.get("data", ()) for output in shown)
 
 
+# Names of `stepfold.adapter` that it does not import, since few programs use them.
+TRAINERS = (
+    *(f"stepfold.adapter.qurious.{name}" for name in ("Model", "Trainer")),
+    *("stepfold.adapter.hezar.Trainer", "stepfold.adapter.hezar.TrainerConfig"),
+    *("stepfold.adapter.hezar.MetricConfig", "stepfold.adapter.hezar.MetricsHandler"),
+)
+
+
 def test_reference_has_every_public_name_once():
     documented = []
     for page in sorted((GUIDE / "reference").glob("*.md")):
-        text = page.read_text()
-        (module,) = re.findall(r"^\.\. currentmodule:: ([\w.]+)$", text, re.MULTILINE) or [""]
-        names = re.findall(
-            r"^\.\. auto(?:class|function|exception|data):: ([\w.]+)$", text, re.MULTILINE
-        )
-        documented += [f"{module}.{name}" for name in names]
-    public = {f"stepfold.{name}" for name in stepfold.__all__}
-    public |= {f"stepfold.adapter.{name}" for name in adapter.__all__}
-    public |= {f"stepfold.adapter.qurious.{name}" for name in ("Model", "Trainer")}
-    names = "Trainer", "TrainerConfig", "MetricConfig", "MetricsHandler"
-    public |= {f"stepfold.adapter.hezar.{name}" for name in names}
-    assert public <= {*documented}
-    assert len(documented) == len({*documented})
+        directive = r"^\.\. (currentmodule|auto(?:class|function|exception|data)):: ([\w.]+)$"
+        for kind, name in re.findall(directive, page.read_text(), re.MULTILINE):
+            if kind == "currentmodule":
+                module = name
+            else:
+                documented.append(f"{module}.{name}")
+    assert sorted(documented) == sorted({*generated.public_names().values(), *TRAINERS})
+
+
+def test_the_reference_begins_with_the_names_of_stepfold():
+    text = (GUIDE / "reference" / "index.md").read_text()
+    table = text.partition("The rest is in modules")[0]
+    assert sorted(re.findall(r"`sf\.(\w+)`", table)) == stepfold.__all__
+    for module in stepfold._PUBLIC:
+        assert f"[`sf.{module}`](" in text
+
+
+def test_the_table_of_moved_names_has_what_the_warnings_say():
+    table = generated.moved_names()
+    assert "| `sf.stop_early` | `sf.hooks.stop_early` |" in table
+    listed = re.findall(r"^\| `sf\.(\w+)` \|", table, re.MULTILINE)
+    assert listed == sorted([*moved.MOVED, *moved.GONE], key=str.lower)
+    for name, place in moved.MOVED.items():
+        assert re.search(rf"^\| `sf\.{name}` \| `sf\.{place}\b", table, re.MULTILINE)
 
 
 def links_of(page):

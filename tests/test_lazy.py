@@ -1,6 +1,7 @@
 """Packages whose names load on first use."""
 
 import importlib
+import pickle
 import subprocess
 import sys
 
@@ -37,3 +38,18 @@ assert callable(sf.data.batches)
 def test_a_package_can_be_patched(monkeypatch):
     monkeypatch.setattr(sf.data, "collate", 1)
     assert sf.data.collate == 1
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_can_be_sent_to_another_process(package):
+    module = importlib.import_module(f"stepfold.{package}")
+    assert pickle.loads(pickle.dumps(module)) is module
+
+
+def test_cloudpickle_sends_a_function_that_uses_a_package():
+    """It also sends `stepfold.data` if `data` is the name of any attribute or variable in it."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    names = {"sf": sf, "data": [1]}
+    exec("def f():\n    return len(data), sf.data.collate, sf.fit", names)  # a script's function
+    sent = pickle.loads(cloudpickle.dumps(names["f"]))
+    assert sent() == (1, sf.collate, sf.fit)

@@ -20,7 +20,6 @@ from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 
 import stepfold
-from stepfold import adapter
 
 sys.path.insert(0, str(Path(__file__).parent))
 import generated
@@ -42,7 +41,8 @@ myst_heading_anchors = 3
 
 # Only public names of stepfold must resolve: those of others would need their inventories.
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?s)(?!stepfold\.(adapter\.)?\w+$).*")]
+_modules = "|".join(stepfold._PUBLIC)
+nitpick_ignore_regex = [("py:.*", rf"(?s)(?!stepfold\.(({_modules})\.)?\w+$).*")]
 # In a docstring, `name` is the name's reference if it has one, and code otherwise.
 default_role = "py:obj"
 
@@ -64,8 +64,8 @@ html_copy_source = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-PUBLIC = {f"sf.{name}": f"stepfold.{name}" for name in stepfold.__all__}
-PUBLIC |= {f"stepfold.adapter.{name}": f"stepfold.adapter.{name}" for name in adapter.__all__}
+# `sf.name` in a text or a docstring, and the full name under which the reference has it.
+PUBLIC = generated.public_names()
 
 
 class LinkedNames(SphinxTransform):
@@ -119,6 +119,20 @@ class DarkPictures(SphinxTransform):
                 light.parent.insert(light.parent.index(light) + 1, dark)
 
 
+def find_public(
+    app: Sphinx, env: Any, node: pending_xref, content: docutils.nodes.Element
+) -> docutils.nodes.reference | None:
+    """Link `hooks.name`, `sf.name`, and in any module the names of `stepfold`."""
+    if node.get("refdomain") != "py":
+        return None
+    target = node["reftarget"].partition("(")[0]
+    target = target.removeprefix("stepfold.").removeprefix("sf.")
+    if (name := PUBLIC.get(f"sf.{target}")) is None:
+        return None
+    domain, page = env.get_domain("py"), node["refdoc"]
+    return domain.resolve_xref(env, page, app.builder, "obj", name, node, content)
+
+
 def offer_notebook(_app: Sphinx, page: str, source: list[str]) -> None:
     """Link the notebook of a tutorial below its title."""
     if page in generated.NOTEBOOKS:
@@ -144,6 +158,7 @@ def setup(app: Sphinx) -> None:
     """Write the pages that are made from other files, and register the transforms."""
     app.add_config_value("repository", "<repository URL>", "env")
     app.connect("config-inited", lambda _, config: generated.write_all(config.repository))
+    app.connect("missing-reference", find_public)
     app.connect("source-read", offer_notebook)
     app.connect("html-page-context", make_accessible, priority=900)
     app.add_transform(LinkedNames)

@@ -2,6 +2,7 @@
 
 - A page for each example: its docstring, what it prints, and its source.
 - Pages of all messages of errors and warnings, read from the sources of stepfold.
+- The table of names that have moved since version 0.2.
 - Notebooks of some tutorials. `INSTALL` is their first cell.
 
 The build of the site writes them; git ignores them.
@@ -11,12 +12,13 @@ import ast
 import itertools
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import stepfold
-from stepfold import errors
+from stepfold import errors, moved
 
 GUIDE = Path(__file__).parent
 EXAMPLES = GUIDE.parent
@@ -32,15 +34,44 @@ if importlib.util.find_spec("stepfold") is None:
     %pip install --quiet "stepfold @ git+{repository}" {packages}"""
 # The folders of stepfold, and what their messages are about.
 TOPICS = {
-    "core": ("Loss, step, optimizer and metrics", "../reference/steps.md"),
+    "core": ("Loss, step and metrics", "../reference/steps.md"),
+    "optim": ("Averages, spikes and low precision", "../reference/optim.md"),
     "data": ("Data and batches", "../reference/data.md"),
-    "loop": ("Runs, hooks, evaluation and prediction", "../reference/loop.md"),
-    "checkpoint": ("Checkpoints and weights", "../reference/checkpoints.md"),
-    "sharding": ("Devices, sharding and processes", "../reference/sharding.md"),
+    "sharding": ("Devices and shardings", "../reference/sharding.md"),
+    "checkpoint": ("Checkpoints and weights", "../reference/checkpoint.md"),
+    "loop": ("The loop, events and evaluations", "../reference/runs.md"),
+    "runs": ("fit, the files of a run, and predictions", "../reference/runs.md"),
+    "hooks": ("Hooks", "../reference/hooks.md"),
+    "writers": ("Writers of metrics", "../reference/writers.md"),
+    "cluster": ("Several processes", "../reference/sharding.md"),
     "inspect": ("Descriptions of compiled steps", "../reference/inspect.md"),
-    "debug": ("Two runs that differ", "../reference/debug.md"),
+    "debug": ("A step that went wrong, and runs that differ", "../reference/debug.md"),
     "adapter": ("The trainer object and its arguments", "../reference/adapter.md"),
 }
+
+
+def public_names() -> dict[str, str]:
+    """Map each public name, such as "sf.hooks.Stop", to where the reference has it."""
+    names = {f"sf.{name}": f"stepfold.{name}" for name in stepfold.__all__}
+    # Some are in `stepfold` too, and `ordered_norm` is in both `optim` and `sharding`.
+    places = {id(getattr(stepfold, name)): f"stepfold.{name}" for name in stepfold.__all__}
+    for folder in stepfold._PUBLIC:
+        module = getattr(stepfold, folder)
+        for name in module.__all__:
+            place = places.setdefault(id(getattr(module, name)), f"stepfold.{folder}.{name}")
+            names[f"sf.{folder}.{name}"] = place
+    return names
+
+
+def moved_names() -> str:
+    """Return a table of the names of version 0.2, and what their warnings say."""
+    rows = {name: text.removeprefix("is now ") for name, text in moved.GONE.items()}
+    for name in moved.MOVED:
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            moved.find_moved(name)
+        rows[name] = f"`{re.search(' is now (.*); `', str(caught[0].message))[1]}`"
+    lines = [f"| `sf.{name}` | {rows[name]} |" for name in sorted(rows, key=str.lower)]
+    return "\n".join(["| in 0.2 | now |", "| --- | --- |", *lines]) + "\n"
 
 
 class Message(NamedTuple):
@@ -57,6 +88,7 @@ def write_all(repository: str) -> None:
     for folder, (title, reference) in TOPICS.items():
         page = messages_page(title, reference, messages(folder))
         _write(GUIDE / "troubleshooting" / f"{folder}.md", page)
+    _write(GUIDE / "coming-from" / "moved-names.txt", moved_names())
     for name, packages in NOTEBOOKS.items():
         page = (GUIDE / f"{name}.md").read_text()
         cells = notebook(page, INSTALL.format(repository=repository, packages=packages))
@@ -166,7 +198,7 @@ def _messages_of(call: ast.Call, scope: Scope) -> list[Message]:
     return []
 
 
-_ERRORS = {name for name in dir(errors) if name.endswith("Error")} | {"DamageError"}
+_ERRORS = {*errors.__all__, "DamageError"}
 
 
 def _texts(node: ast.AST, scope: Scope) -> list[str]:

@@ -107,9 +107,9 @@ def _diff(options: argparse.Namespace) -> int:
             )
             parts |= {f"step{suffix}": step, f"batches{suffix}": batches}
             parts.setdefault("state", state)
-    found = diff(options.a, options.b, rtol=options.rtol, **parts)
-    print(json.dumps(found.as_json()) if options.json else found)  # noqa: T201  this is a command
-    return found.exit_code
+    difference = diff(options.a, options.b, rtol=options.rtol, **parts)
+    print(json.dumps(difference.as_json()) if options.json else difference)  # noqa: T201  this is a command
+    return difference.exit_code
 
 
 def _load(verb: str, name: str, expected: str, count: int) -> Callable[..., Any]:
@@ -132,12 +132,12 @@ def _load(verb: str, name: str, expected: str, count: int) -> Callable[..., Any]
     return cast("Callable[..., Any]", function)
 
 
-def _check(name: str, made: Any, expected: str, count: int) -> tuple[Any, ...]:
+def _check(name: str, returned: Any, expected: str, count: int) -> tuple[Any, ...]:
     from stepfold.errors import refuse
 
-    if not isinstance(made, tuple) or len(made) != count:
-        refuse(name, f"{expected} from it", f"{made!r:.80}")
-    return made
+    if not isinstance(returned, tuple) or len(returned) != count:
+        refuse(name, f"{expected} from it", f"{returned!r:.80}")
+    return returned
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -145,12 +145,12 @@ def _evaluate(options: argparse.Namespace) -> None:
     from stepfold.runs.evaluator import find_store, follow_run
 
     make = _load("evaluate", options.function, "a function without arguments", 0)
-    made = _check(options.function, make(), "(state, evaluations)", 2)
+    returned = _check(options.function, make(), "(state, evaluations)", 2)
     run_dir = options.run_dir
     run_dir = run_dir if is_url(run_dir) else absolute_path("run_dir", run_dir)
     results = follow_run(
         run_dir,
-        *made,
+        *returned,
         steps="all" if options.all else "newest",
         follow=not options.once,
         timeout=options.timeout,

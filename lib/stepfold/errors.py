@@ -15,6 +15,23 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
+__all__ = (
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "LossError",
+    "OutOfMemoryError",
+    "PeerTimeoutError",
+    "RetraceError",
+    "ShardingError",
+    "StepfoldError",
+    "TreeMismatchError",
+)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
 
 class StepfoldError(Exception):
     """Base class of all stepfold errors.

@@ -37,5 +37,8 @@ def attach(
             if name not in modules or not isinstance(value, ModuleType):
                 super().__setattr__(name, value)
 
+        def __reduce__(self) -> tuple[object, ...]:  # cloudpickle knows the type of modules only
+            return import_module, (package,)
+
     sys.modules[package].__class__ = Package
     return load, lambda: sorted(modules)

@@ -74,8 +74,8 @@ class Bucket:
 
     def read(self, name: str) -> bytes | None:
         """Read an object; None if it is missing."""
-        found = self.start_read(name)()
-        return None if found.state == "missing" else found.value
+        result = self.start_read(name)()
+        return None if result.state == "missing" else result.value
 
     def start_read(self, name: str, part: slice | None = None) -> Callable[[], Any]:
         """Return a function that waits for the content of an object, or of a range of its bytes.
@@ -87,9 +87,9 @@ class Bucket:
 
     def read_from(self, name: str, start: int, size: int) -> bytes:
         """Read bytes from an offset on, fewer than `size` only at the end of the object."""
-        found = self._read_within(name, start, size)
-        if found is not None:
-            return found
+        result = self._read_within(name, start, size)
+        if result is not None:
+            return result
         parts = []  # no request tells the size of an object: halve what may be left
         for power in reversed(range((size - 1).bit_length())):
             if (part := self._read_within(name, start, 1 << power)) is not None:
@@ -124,10 +124,10 @@ class Bucket:
     def _start_write(self, name: str, content: bytes) -> Callable[[], Any]:
         return self._start(name, "written", lambda: self._kv.write(name, content))
 
-    def _replace(self, name: str, found: Any, content: bytes | None) -> bool:
+    def _replace(self, name: str, result: Any, content: bytes | None) -> bool:
         """Write or delete an object if it is still as it was found; return whether it was."""
         verb = "deleted" if content is None else "written"
-        replace = lambda: self._kv.write(name, content, if_equal=found.stamp.generation)
+        replace = lambda: self._kv.write(name, content, if_equal=result.stamp.generation)
         return bool(self._start(name, verb, replace)().generation)
 
     def _start(self, name: str, verb: str, request: Callable[[], Any]) -> Callable[[], Any]:

@@ -52,6 +52,6 @@ def _scaled(count: float, base: int, units: Sequence[str]) -> str:
     power = 0
     while abs(count) >= base and power < len(units) - 1:
         count, power = count / base, power + 1
-    whole = power == 0 and count == int(count)
-    digits = 0 if whole or abs(count) >= 100 else 1 if abs(count) >= 10 else 2
+    is_integer = power == 0 and count == int(count)
+    digits = 0 if is_integer or abs(count) >= 100 else 1 if abs(count) >= 10 else 2
     return f"{count:.{digits}f} {units[power]}"

@@ -34,10 +34,16 @@ from stepfold.data.workers import workers as in_workers
 from stepfold.debug.bisect import find_bad_rows
 from stepfold.debug.diff import diff
 from stepfold.errors import ConfigError, StepfoldError, refuse
-from stepfold.runs.report.read import read_metrics
+from stepfold.runs.report.read import read_metrics_file
 from stepfold.sharding.place import place, shard_batch
 from stepfold.sharding.plan import make_sharding
 from stepfold.writers.jsonl import last_step
+
+__all__ = ("LawError", "check_batches", "check_layouts", "check_loss", "check_resume")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 class LawError(StepfoldError, AssertionError):
@@ -274,10 +280,10 @@ def check_batches(make: Callable[[], Any], *, steps: int = 8, workers: int = 0) 
         return laws.end()
     problems = []
     for cut in sorted({1, len(first) // 2, len(first) - 1}):
-        one, other = make(), make()
-        _read(one, cut)
-        other.set_state(one.get_state())
-        problem = _different_batch(first[cut:], _read(other, len(first) - cut))
+        stopped, resumed = make(), make()
+        _read(stopped, cut)
+        resumed.set_state(stopped.get_state())
+        problem = _different_batch(first[cut:], _read(resumed, len(first) - cut))
         problems += [f"{problem} after {cut}"] if problem else []
     laws.add("resume", "".join(problems[:1]), "let get_state hold all that decides the next batch")
     batches = make()
@@ -375,7 +381,7 @@ def check_resume(
     read_function("run", run, "a function of a directory, which calls fit")
     read_integer("cuts", cuts)
     with tempfile.TemporaryDirectory(prefix="stepfold-resume-") as folder:
-        whole, cut, program = (Path(folder, name) for name in ("whole", "cut", "run.pickle"))
+        uncut, cut, program = (Path(folder, name) for name in ("whole", "cut", "run.pickle"))
         try:
             data, buffers = dump(run)
         except (ConfigError, pickle.PicklingError, TypeError) as error:
@@ -384,8 +390,8 @@ def check_resume(
             refuse("run", expected, f"one that cannot: {error}", advice, cause=error)
         program.write_bytes(pickle.dumps((data, [np.frombuffer(x, np.uint8) for x in buffers])))
         deadline = time.monotonic() + timeout
-        _run(program, whole, deadline)
-        curves, _, _ = read_metrics(whole / "metrics.jsonl")
+        _run(program, uncut, deadline)
+        curves, _, _ = read_metrics_file(uncut / "metrics.jsonl")
         rows = sorted({int(step) for curve in curves.values() for step in curve.steps})
         if not rows:
             refuse("run", "a call of fit with run_dir=directory, and log points", "neither")
@@ -395,19 +401,21 @@ def check_resume(
             kill = (signal.SIGKILL, signal.SIGTERM)[number % 2]
             _run(program, cut, deadline, int(step), kill)
         _run(program, cut, deadline)
-        found = diff(whole, cut)
-        if not found.compared["checkpoints"]:
+        difference = diff(uncut, cut)
+        if not difference.compared["checkpoints"]:
             expected = "a run with checkpoints=sf.Checkpoints(every=…, keep=None)"
-            refuse("run", expected, "; ".join(found.missing))
-        problem = "" if found.is_equal else str(found)
-        if not problem and found.compared["rows"] < len(rows):
-            problem = f"only {found.compared['rows']} of {len(rows)} rows of metrics are in both"
+            refuse("run", expected, "; ".join(difference.missing))
+        problem = "" if difference.is_equal else str(difference)
+        if not problem and difference.compared["rows"] < len(rows):
+            problem = (
+                f"only {difference.compared['rows']} of {len(rows)} rows of metrics are in both"
+            )
         if problem:
             where = ", ".join(f"{int(step):,}" for step in chosen)
             raise LawError(
                 f"check_resume: the run that was cut and resumed at step {where} differs from the "
                 "one without cuts; let state, batches and hooks keep all that decides the next "
-                "step\n" + problem.replace(f"{whole}", "whole").replace(f"{cut}", "cut")
+                "step\n" + problem.replace(f"{uncut}", "whole").replace(f"{cut}", "cut")
             )
 
 
@@ -451,19 +459,19 @@ def _run(
 
 def _difference(wanted: Any, got: Any, rtol: float | None = None, what: str = "") -> str:
     """Say which leaf differs, by more than rounding or in a bit, or nothing."""
-    one, other = (dict(tree.named_leaves(_numbers(each))) for each in (wanted, got))
-    if one.keys() != other.keys():
-        return f"{min(one.keys() ^ other.keys())} is in one of them alone{what}"
-    for name, leaf in one.items():
+    first, second = (dict(tree.named_leaves(_numbers(each))) for each in (wanted, got))
+    if first.keys() != second.keys():
+        return f"{min(first.keys() ^ second.keys())} is in one of them alone{what}"
+    for name, leaf in first.items():
         try:
             if rtol is None:
-                chex.assert_trees_all_equal(leaf, other[name], strict=True)
+                chex.assert_trees_all_equal(leaf, second[name], strict=True)
             else:
-                sizes = (np.max(np.abs(x), initial=1e-3) for x in (leaf, other[name]))
+                sizes = (np.max(np.abs(x), initial=1e-3) for x in (leaf, second[name]))
                 limits = {"rtol": rtol, "atol": rtol * float(max(sizes))}
-                chex.assert_trees_all_close(leaf, other[name], **limits)
+                chex.assert_trees_all_close(leaf, second[name], **limits)
         except AssertionError:
-            return _describe_change(name or "the array", leaf, other[name]) + what
+            return _describe_change(name or "the array", leaf, second[name]) + what
     return ""
 
 

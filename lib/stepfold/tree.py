@@ -121,19 +121,19 @@ def diff(wanted: Tree, got: Tree, root: str = "") -> list[str]:
     """List where two trees differ in structure, shape or dtype, one line per path."""
     want, have = _by_path(wanted, root), _by_path(got, root)
     lines = [
-        f"{place[0]}: missing, expected {describe_value(leaf)}"
-        for place, leaf in want.items()
-        if place not in have
+        f"{key[0]}: missing, expected {describe_value(leaf)}"
+        for key, leaf in want.items()
+        if key not in have
     ]
     lines += [
-        f"{place[0]}: unexpected {describe_value(leaf)}"
-        for place, leaf in have.items()
-        if place not in want
+        f"{key[0]}: unexpected {describe_value(leaf)}"
+        for key, leaf in have.items()
+        if key not in want
     ]
     lines += [
-        f"{place[0]}: expected {describe_value(leaf)}, got {describe_value(have[place])}"
-        for place, leaf in want.items()
-        if place in have and _signature(leaf) != _signature(have[place])
+        f"{key[0]}: expected {describe_value(leaf)}, got {describe_value(have[key])}"
+        for key, leaf in want.items()
+        if key in have and _signature(leaf) != _signature(have[key])
     ]
     structures: list[Any] = [jax.tree.structure(wanted), jax.tree.structure(got)]
     if not lines and structures[0] != structures[1]:

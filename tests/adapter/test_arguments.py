@@ -181,7 +181,7 @@ def test_the_fields_of_easydel_and_hezar_are_known():
     grain_shard_index grain_shard_count dataloader_num_workers ids_to_pop_from_dataset
     remove_unused_columns do_train do_eval evaluation_strategy eval_steps evaluation_steps
     output_dir save_directory save_strategy save_steps save_interval_minutes save_total_limit
-    save_optimizer_state do_last_save resume_if_possible remove_ckpt_after_load logging_steps
+    do_last_save resume_if_possible logging_steps
     log_steps report_steps report_metrics log_all_workers log_grad_norms progress_bar_type
     metrics_to_show_in_rich_pbar use_wandb wandb_entity wandb_name trainer_prefix
     weight_distribution_pattern weight_distribution_log_steps track_memory performance_mode
@@ -246,6 +246,28 @@ def test_json_goes_to_a_file_and_comes_from_one(tmp_path):
         assert TrainingArguments.from_json(source) == arguments
     aliased = TrainingArguments.from_json('{"logging_steps": 3, "report_to": ["csv"]}')
     assert aliased == TrainingArguments(log_steps=3, report_to=("csv",))
+
+
+@pytest.mark.parametrize(
+    ("name", "legal"), [("save_optimizer_state", True), ("remove_ckpt_after_load", False)]
+)
+def test_a_field_of_version_0_2_with_one_legal_value_is_accepted(name, legal):
+    with pytest.warns(DeprecationWarning, match=f"{name}: leave it out, .* {legal}$") as caught:
+        arguments = TrainingArguments(**{name: legal}, max_steps=3)
+    assert caught[0].filename == __file__
+    assert arguments == TrainingArguments(max_steps=3)
+    assert name not in arguments.to_dict()
+    assert TrainingArguments.from_json(json.dumps({name: legal, "max_steps": 3})) == arguments
+    with pytest.raises(sf.errors.ConfigError, match=f"{name}={not legal}: "):
+        TrainingArguments.from_dict({name: not legal})
+
+    @by_any_name
+    @dataclass(frozen=True, kw_only=True)
+    class Other(TrainingArguments):
+        save_optimizer_state: bool = False
+        remove_ckpt_after_load: bool = True
+
+    assert getattr(Other.from_dict({name: legal}), name) is legal
 
 
 def test_invalid_names_and_values_in_json_are_refused(tmp_path):
@@ -358,8 +380,8 @@ def test_the_example_of_easydel_is_taken():
     assert (arguments.max_steps, arguments.log_steps) == (None, 10)
     assert arguments.save_directory == "runs/my_model_run"
     for devices in (1, 4, 8):
-        plan = adapter.plan(arguments, 3_200, 320, devices)
-        assert (plan.train_batch, plan.steps, plan.save_steps) == (32, 300, 100)
+        sizes = adapter.compute_sizes(arguments, 3_200, 320, devices)
+        assert (sizes.train_batch, sizes.steps, sizes.save_steps) == (32, 300, 100)
 
 
 def parse_command_line(maker, kind, options):

@@ -1,4 +1,4 @@
-"""The parts of a run that are made from its arguments, except the plan and the optimizer."""
+"""The parts of a run that are made from its arguments, except the sizes and the optimizer."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ from stepfold.adapter.from_arguments import (
     wandb_options,
     writers,
 )
-from stepfold.adapter.sizes import plan
+from stepfold.adapter.sizes import compute_sizes
 
 # Processes, mesh and sharding
 
@@ -163,7 +163,12 @@ def test_an_example_without_columns_is_refused():
 
 def checkpoints_of(**fields):
     arguments = TrainingArguments(**fields)
-    return checkpoints(arguments, plan(arguments))
+    return checkpoints(arguments, compute_sizes(arguments))
+
+
+def test_the_former_name_of_sizes_is_refused_with_the_new_one():
+    with pytest.raises(sf.errors.ConfigError, match="plan: expected its new name, sizes=…"):
+        checkpoints(TrainingArguments(), plan=None)
 
 
 @shows(

@@ -102,7 +102,7 @@ def test_the_position_of_save_pretrained_leaves_out_what_the_run_has_skipped(tmp
     class Own(Trainer):
         def configure_dataloaders(self):
             data = {**digits.TRAIN, "mask": np.ones(200, bool)}
-            return TrainerConfigureDataloaderOutput(sf.batches(data, 20, seed=42), self.plan.steps)
+            return TrainerConfigureDataloaderOutput(sf.batches(data, 20, seed=42), self.sizes.steps)
 
     kind = Own if is_own else Trainer
     trainer = digits.train_only(kind, **options(tmp_path / "run"))

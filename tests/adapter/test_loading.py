@@ -8,7 +8,7 @@ import pytest
 from tests.clients.rows import shows
 
 import stepfold as sf
-from stepfold.adapter import TrainingArguments, loading, plan
+from stepfold.adapter import TrainingArguments, compute_sizes, loading
 from stepfold.adapter.loading import (
     EvaluationLoader,
     GrainStream,
@@ -30,12 +30,14 @@ PLAIN = {"x": np.arange(10)}
 
 def training(dataset=PLAIN, **options):
     arguments = TrainingArguments(total_batch_size=2, **options)
-    return training_batches(arguments, plan(arguments), dataset, None)
+    return training_batches(arguments, compute_sizes(arguments), dataset, None)
 
 
 def evaluation(dataset=PLAIN, steps=None, **options):
     arguments = TrainingArguments(eval_batch_size=4, **options)
-    return evaluation_batches(arguments, plan(arguments)._replace(eval_steps=steps), dataset, None)
+    return evaluation_batches(
+        arguments, compute_sizes(arguments)._replace(eval_steps=steps), dataset, None
+    )
 
 
 def test_a_training_loader_prepares_batches_and_resumes_as_they_do():

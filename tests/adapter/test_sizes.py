@@ -6,11 +6,11 @@ from tests.clients.rows import shows
 
 import stepfold as sf
 from stepfold.adapter.arguments import TrainingArguments
-from stepfold.adapter.sizes import plan
+from stepfold.adapter.sizes import compute_sizes
 
 
-def plan_for(train=None, evaluation=None, devices=8, **fields):
-    return plan(TrainingArguments(**fields), train, evaluation, devices)
+def sizes_for(train=None, evaluation=None, devices=8, **fields):
+    return compute_sizes(TrainingArguments(**fields), train, evaluation, devices)
 
 
 @shows(
@@ -35,17 +35,17 @@ def plan_for(train=None, evaluation=None, devices=8, **fields):
     ],
 )
 def test_a_batch_is_over_all_devices_and_microbatches(fields, batch, accumulate):
-    sizes = plan_for(**fields)
+    sizes = sizes_for(**fields)
     assert (sizes.train_batch, sizes.accumulate) == (batch, accumulate)
 
 
 def test_devices_default_to_those_of_jax():
     arguments = TrainingArguments(per_device_train_batch_size=2)
-    assert plan(arguments).train_batch == 2 * jax.device_count()
-    assert plan(arguments, devices=jax.devices()[:3]).train_batch == 6
+    assert compute_sizes(arguments).train_batch == 2 * jax.device_count()
+    assert compute_sizes(arguments, devices=jax.devices()[:3]).train_batch == 6
     for none in ([], 0):
         with pytest.raises(sf.errors.ConfigError, match="devices: expected at least one, got"):
-            plan(arguments, devices=none)
+            compute_sizes(arguments, devices=none)
 
 
 def test_an_accumulation_that_does_not_fit_is_refused():
@@ -53,25 +53,25 @@ def test_an_accumulation_that_does_not_fit_is_refused():
         sf.errors.ConfigError,
         match=r"gradient_accumulation_steps: .* batch of 32 .* got 5; give one of 1, 2, 4",
     ):
-        plan_for(gradient_accumulation_steps=5)
+        sizes_for(gradient_accumulation_steps=5)
     with pytest.raises(
         sf.errors.ConfigError,
         match=r"gradient_accumulation_steps: expected at least 8, .* 8 devices .* at most "
         r"per_device_train_batch_size=1 of total_batch_size=64 at once, got 2; leave out one",
     ):
-        plan_for(total_batch_size=64, per_device_train_batch_size=1, gradient_accumulation_steps=2)
+        sizes_for(total_batch_size=64, per_device_train_batch_size=1, gradient_accumulation_steps=2)
 
 
 @shows("BaseTrainer", "Configuration example", {"`per_device_eval_batch_size`": "the same"})
 def test_evaluation_batch():
-    assert plan_for(total_batch_size=64).eval_batch == 64
-    assert plan_for(per_device_eval_batch_size=3).eval_batch == 24
-    assert plan_for(eval_batch_size=24, per_device_eval_batch_size=3).eval_batch == 24
+    assert sizes_for(total_batch_size=64).eval_batch == 64
+    assert sizes_for(per_device_eval_batch_size=3).eval_batch == 24
+    assert sizes_for(eval_batch_size=24, per_device_eval_batch_size=3).eval_batch == 24
     with pytest.raises(
         sf.errors.ConfigError,
         match="eval_batch_size: expected per_device_eval_batch_size=3 times 8 devices, 24, got 10",
     ):
-        plan_for(eval_batch_size=10, per_device_eval_batch_size=3)
+        sizes_for(eval_batch_size=10, per_device_eval_batch_size=3)
 
 
 @shows(
@@ -91,46 +91,46 @@ def test_evaluation_batch():
     ],
 )
 def test_steps(fields, epoch_steps, steps):
-    sizes = plan_for(1_000, **fields)
+    sizes = sizes_for(1_000, **fields)
     assert (sizes.epoch_steps, sizes.steps) == (epoch_steps, steps)
 
 
 def test_without_a_length_fractions_are_refused():
-    sizes = plan_for()
+    sizes = sizes_for()
     assert (sizes.epoch_steps, sizes.steps, sizes.eval_steps) == (None, None, None)
     for name in ("log_steps", "max_steps", "save_steps"):
         with pytest.raises(
             sf.errors.ConfigError, match=rf"{name}: expected an integer, .* got 0.1; give max_steps"
         ):
-            plan_for(output_dir="a", **{name: 0.1})
+            sizes_for(output_dir="a", **{name: 0.1})
 
 
 def test_a_batch_needs_enough_examples():
     with pytest.raises(
         sf.errors.ConfigError, match="total_batch_size: expected at most the 20 training .* got 32"
     ):
-        plan_for(20)
-    assert plan_for(20, per_epoch_training_steps=3).epoch_steps == 3
+        sizes_for(20)
+    assert sizes_for(20, per_epoch_training_steps=3).epoch_steps == 3
 
 
 def test_fractions_are_of_all_steps():
-    sizes = plan_for(max_steps=200, save_steps=0.25, log_steps=0.1, output_dir="a")
+    sizes = sizes_for(max_steps=200, save_steps=0.25, log_steps=0.1, output_dir="a")
     assert (sizes.save_steps, sizes.log_steps) == (50, 20)
-    assert plan_for(max_steps=5, log_steps=0.1).log_steps == 1
-    assert plan_for(max_steps=100, log_steps=0.29).log_steps == 29  # 0.29 * 100 is below 29
+    assert sizes_for(max_steps=5, log_steps=0.1).log_steps == 1
+    assert sizes_for(max_steps=100, log_steps=0.29).log_steps == 29  # 0.29 * 100 is below 29
 
 
 def test_batches_of_an_evaluation():
-    assert plan_for(None, 100).eval_steps == 4  # the last one is smaller
-    assert plan_for(None, 100, max_evaluation_steps=2).eval_steps == 2
-    assert plan_for(None, None, per_epoch_evaluation_steps=7).eval_steps == 7
-    assert plan_for(None, 100, do_eval=False).eval_steps is None
+    assert sizes_for(None, 100).eval_steps == 4  # the last one is smaller
+    assert sizes_for(None, 100, max_evaluation_steps=2).eval_steps == 2
+    assert sizes_for(None, None, per_epoch_evaluation_steps=7).eval_steps == 7
+    assert sizes_for(None, 100, do_eval=False).eval_steps is None
 
 
 @shows("Trainer Protocol", "Required methods: train", {"evaluates by the arguments": "the same"})
 def test_evaluation_intervals():
     def intervals(**fields):
-        sizes = plan_for(**fields)
+        sizes = sizes_for(**fields)
         return sizes.evaluates, sizes.evaluation_every, sizes.evaluation_every_epochs
 
     assert intervals() == (True, None, None)
@@ -144,7 +144,7 @@ def test_evaluation_intervals():
 
 def test_save_intervals():
     def intervals(**fields):
-        sizes = plan_for(output_dir="a", **fields)
+        sizes = sizes_for(output_dir="a", **fields)
         return sizes.save_steps, sizes.save_epochs
 
     assert intervals() == (None, None)
@@ -162,10 +162,10 @@ def test_save_intervals():
 
 
 def test_log_points_are_where_metrics_are_shown_or_written():
-    sizes = plan_for(log_steps=20, report_steps=30)
+    sizes = sizes_for(log_steps=20, report_steps=30)
     assert (sizes.log_every, sizes.log_steps, sizes.report_steps) == (10, 20, 30)
-    assert plan_for(log_steps=7).report_steps == 7
-    assert plan_for(log_steps=7, performance_mode=True).log_every == 7
+    assert sizes_for(log_steps=7).report_steps == 7
+    assert sizes_for(log_steps=7, performance_mode=True).log_every == 7
 
 
 @pytest.mark.parametrize("name", ["warmup_steps", "step_start_point"])
@@ -173,10 +173,22 @@ def test_fields_beyond_the_last_step_are_refused(name):
     with pytest.raises(
         sf.errors.ConfigError, match=f"{name}: expected fewer than the 31 steps of the run, got 31"
     ):
-        plan_for(1_000, **{name: 31})
-    assert plan_for(1_000, **{name: 30}).steps == 31
+        sizes_for(1_000, **{name: 31})
+    assert sizes_for(1_000, **{name: 30}).steps == 31
 
 
 def test_the_time_limit_is_in_seconds():
-    assert plan_for(training_time_limit="1h30m").seconds == 5400.0
-    assert plan_for().seconds is None
+    assert sizes_for(training_time_limit="1h30m").seconds == 5400.0
+    assert sizes_for().seconds is None
+
+
+def test_the_names_of_version_0_2_warn_of_the_new_ones():
+    with pytest.warns(DeprecationWarning, match="sf.adapter.plan is now sf.adapter.compute_sizes"):
+        from stepfold.adapter import plan
+    with pytest.warns(
+        DeprecationWarning, match="sf.adapter.Plan is now sf.adapter.Sizes"
+    ) as caught:
+        assert isinstance(plan(TrainingArguments()), sf.adapter.Plan)
+    assert caught[0].filename == __file__
+    with pytest.raises(AttributeError, match="'stepfold.adapter' has no attribute 'plans'"):
+        sf.adapter.plans  # noqa: B018

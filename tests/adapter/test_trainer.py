@@ -502,6 +502,12 @@ def test_aliases(made):
     assert made.eval_step_fn is made.sharded_evaluation_step_function
 
 
+def test_the_former_name_of_sizes_warns_of_the_new_one(made):
+    with pytest.warns(DeprecationWarning, match="Trainer.plan is now Trainer.sizes") as caught:
+        assert made.plan is made.sizes
+    assert caught[0].filename == __file__
+
+
 def test_the_former_name_of_not_loaded_is_refused_with_the_new_one(made):
     assert made.not_loaded == {}
     assert not hasattr(made, "left")

@@ -41,19 +41,22 @@ def reader_of(step, **changes):
 
 def test_a_leaf_is_read_as_a_whole(saved):
     reader = reader_of(saved)
-    assert np.array_equal(reader.whole("parts"), VALUES)
-    assert np.array_equal(reader.whole("whole"), VALUES.astype(np.int16).T)
-    assert (reader.whole("none").shape, reader.whole("none").dtype) == ((3, 0), jnp.bfloat16)
-    assert reader.whole("one").tobytes() == np.float32(-0.0).tobytes()
-    assert reader.whole("one").shape == ()
+    assert np.array_equal(reader.read_leaf("parts"), VALUES)
+    assert np.array_equal(reader.read_leaf("whole"), VALUES.astype(np.int16).T)
+    assert (reader.read_leaf("none").shape, reader.read_leaf("none").dtype) == (
+        (3, 0),
+        jnp.bfloat16,
+    )
+    assert reader.read_leaf("one").tobytes() == np.float32(-0.0).tobytes()
+    assert reader.read_leaf("one").shape == ()
 
 
 def test_what_is_read_is_nobody_elses(saved):
     reader = reader_of(saved)
-    parts = reader.parts("whole", [((0, 6), (0, 8)), ((0, 3), (0, 8))])
-    for part in (*parts.values(), reader.whole("one")):
+    parts = reader.read_regions("whole", [((0, 6), (0, 8)), ((0, 3), (0, 8))])
+    for part in (*parts.values(), reader.read_leaf("one")):
         part[...] = 7
-    assert np.array_equal(reader.whole("whole"), VALUES.astype(np.int16).T)
+    assert np.array_equal(reader.read_leaf("whole"), VALUES.astype(np.int16).T)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,7 @@ def test_what_is_read_is_nobody_elses(saved):
 def test_what_is_stored_has_to_be_what_was_saved(saved, leaf, got):
     reader = reader_of(saved, parts=leaf)
     with pytest.raises(DamageError, match=f"parts: {got}"):
-        reader.whole("parts")
+        reader.read_leaf("parts")
     assert len(reader.problems("parts")) == 1
 
 
@@ -76,7 +79,7 @@ def test_a_leaf_that_is_not_there_is_damage(saved):
     leaves, shards = ({"gone": found["parts"]} for found in (manifest.leaves, manifest.shards))
     reader = ArrayReader(saved, manifest._replace(leaves=leaves, shards=shards))
     with pytest.raises(DamageError, match="gone: cannot be read: "):
-        reader.whole("gone")
+        reader.read_leaf("gone")
 
 
 def test_only_the_part_that_changed_is_named(saved):
@@ -89,9 +92,9 @@ def test_only_the_part_that_changed_is_named(saved):
     found = [str(problem) for problem in reader.problems("parts")]
     assert found == [f"parts[0:2, 0:3]: {told}", f"parts[0:2, 3:6]: {told}"]
     with pytest.raises(DamageError, match=r"parts\[0:2, 0:3\]: the values are not those"):
-        reader.whole("parts")
+        reader.read_leaf("parts")
     rows = ((6, 8), (0, 6))
-    assert np.array_equal(reader.parts("parts", [rows])[rows], VALUES[6:])
+    assert np.array_equal(reader.read_regions("parts", [rows])[rows], VALUES[6:])
 
 
 @pytest.mark.parametrize("place", ["open", "read"])
@@ -118,6 +121,6 @@ def test_only_errors_about_the_files_are_damage(saved, monkeypatch, place, error
     else:
         monkeypatch.setattr("stepfold.checkpoint.arrays.as_slices", fail)
     with pytest.raises(CheckpointError, match="whole.*: cannot be read: ") as caught:
-        reader.whole("whole")
+        reader.read_leaf("whole")
     assert isinstance(caught.value, DamageError) == is_damage
     assert [type(problem) for problem in reader.problems("whole")] == [type(caught.value)]

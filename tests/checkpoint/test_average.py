@@ -196,15 +196,15 @@ def restored_at_once(folder, steps):
 
 @pytest.mark.parametrize("read", [sf.checkpoint.average_checkpoints, restored_at_once])
 def test_one_leaf_is_read_at_a_time(read, three, monkeypatch):
-    parts, read_arrays, most = arrays.ArrayReader.parts, [], 0
+    read_regions, read_arrays, most = arrays.ArrayReader.read_regions, [], 0
 
     def tracked(reader, name, wanted):
         nonlocal most
         most = max(most, sum(array() is not None for array in read_arrays))
-        found = parts(reader, name, wanted)
-        read_arrays.extend(map(weakref.ref, found.values()))
-        return found
+        regions = read_regions(reader, name, wanted)
+        read_arrays.extend(map(weakref.ref, regions.values()))
+        return regions
 
-    monkeypatch.setattr(arrays.ArrayReader, "parts", tracked)
+    monkeypatch.setattr(arrays.ArrayReader, "read_regions", tracked)
     assert read(three, [1, 2, 3])["2"].tolist() == [4.0] * 9
     assert (most <= 1) is (read is sf.checkpoint.average_checkpoints)

@@ -67,7 +67,7 @@ def loaded(saved_values, tmp_path):
             sf.save(tmp_path, {"a": leaf}, step=0)
         step = (saved_values if leaf is VALUES else tmp_path) / "0"
         reader = ArrayReader(step, open_store(step.parent).read_manifest(int(step.name)))
-        parts = reader.parts("a", regions_of("a", leaf_of(leaf), like))
+        parts = reader.read_regions("a", regions_of("a", leaf_of(leaf), like))
         return make_leaf("a", leaf_of(leaf), like, parts)
 
     return through

@@ -199,25 +199,25 @@ def server():
 def test_requests_and_their_bytes_arrive(server):
     content = np.arange(100_000).astype(np.uint8)
     for size in (0, 1, 100_000):
-        answer, received = transport.ask(server.address, size, [content[:size].data])
+        answer, received = transport.send_request(server.address, size, [content[:size].data])
         assert answer == [size]
         np.testing.assert_array_equal(received, np.tile(content[:size], 2))
 
 
 def test_an_error_of_the_other_process_is_raised_here(server):
     with pytest.raises(CheckpointError, match="^no such step$"):
-        transport.ask(server.address, "fail")
+        transport.send_request(server.address, "fail")
 
 
 def test_a_request_without_the_token_gets_no_answer(server):
     wrong = server.address._replace(token="0" * 32)
     with pytest.raises(CheckpointError, match="cannot be reached"):
-        transport.ask(wrong, 0)
+        transport.send_request(wrong, 0)
     with socket.create_connection(server.address[:2]) as other:  # not a message at all
         other.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
         with suppress(ConnectionError):
             assert other.recv(10) == b""
-    assert transport.ask(server.address, 0)[0] == [0]
+    assert transport.send_request(server.address, 0)[0] == [0]
 
 
 def test_a_process_that_is_gone_is_an_error(server):
@@ -225,12 +225,14 @@ def test_a_process_that_is_gone_is_an_error(server):
     with socket.create_server((host, 0)) as unused:
         port = unused.getsockname()[1]
     with pytest.raises(CheckpointError, match="cannot be reached: .*refused"):
-        transport.ask(transport.Address(host, port, token), 0)
+        transport.send_request(transport.Address(host, port, token), 0)
 
 
 def test_many_requests_at_once(server):
     found = []
-    ask = lambda size: found.append(transport.ask(server.address, size, [bytes(size)])[0][0])
+    ask = lambda size: found.append(
+        transport.send_request(server.address, size, [bytes(size)])[0][0]
+    )
     threads = [threading.Thread(target=ask, args=(size,)) for size in range(40)]
     for thread in threads:
         thread.start()

@@ -449,7 +449,7 @@ def test_the_skeleton_runs_on_the_trainer(tmp_path):
     assert sf.checkpoint.latest_step(tmp_path) == 30
     assert made.is_process_zero
     assert made.optimizer is made.tx
-    with pytest.raises(AttributeError, match="has no attribute 'plan'") as caught:
+    with pytest.raises(AttributeError, match="has no attribute 'sizes'") as caught:
         made.log_metrics({"loss": 1.0}, None, 1)
     assert "call super().__init__(arguments, …)" in caught.value.__notes__[0]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.small import ones
 
 import stepfold as sf
-from stepfold.data.packing import block_diagonal_mask, pack, plan_rows
+from stepfold.data.packing import assign_rows, block_diagonal_mask, pack
 
 
 def refuses(message, error=sf.errors.DataError):
@@ -207,7 +207,7 @@ def test_invalid_arguments_are_refused_when_given(options, message):
 
 def test_plan_is_first_fit_where_best_fit_takes_more_rows():
     lengths = [26, 24, 24, 22, 18, 16, 15, 15, 14, 14, 13, 11, 8, 5, 3, 3, 2]
-    assert len(plan_rows(lengths, 39)) == 6
+    assert len(assign_rows(lengths, 39)) == 6
 
 
 # Attention masks

@@ -19,7 +19,7 @@ from tests.small import STEP, full_but, start
 import stepfold as sf
 from stepfold.__main__ import main
 from stepfold.checkpoint.manifest import encode_checked, read_checked
-from stepfold.runs.report.read import read_metrics, read_run
+from stepfold.runs.report.read import read_metrics_file, read_run_data
 
 DEEP = {"too deep to parse": 100_000, "deep": 500}
 DAMAGE = {
@@ -104,7 +104,7 @@ def test_half_of_a_surrogate_pair_in_run_json_is_replaced(folder):
     info = json.loads((folder / "run.json").read_text())
     info["attempts"][0]["stop"]["message"] = "\ud800 stopped"
     (folder / "run.json").write_text(json.dumps({**info, "program": "\udcff.py"}))
-    assert read_run(folder).attempts[0]["stop"]["message"] == "? stopped"
+    assert read_run_data(folder).attempts[0]["stop"]["message"] == "? stopped"
     assert main(["report", str(folder)]) == 0
     run(folder, 8)
 
@@ -194,11 +194,11 @@ def test_the_report_shows_the_metrics_that_are_not_damaged(tmp_path, kind):
     if callable(DAMAGE[kind]):
         damage(path, kind)
         with pytest.raises(sf.errors.DataError, match=r"metrics\.jsonl: expected .*; move it away"):
-            read_metrics(path)
+            read_metrics_file(path)
         return
     good = b'{"step": 1, "train/loss": 1.0}\n', b'{"step": 3, "train/loss": 3.0}\n'
     path.write_bytes(good[0] + DAMAGE[kind] + b"\n" + good[1])
-    curves, _, damaged_lines = read_metrics(path)
+    curves, _, damaged_lines = read_metrics_file(path)
     assert (curves["train/loss"].values.tolist(), damaged_lines) == ([1, 3], 1)
 
 

@@ -456,7 +456,7 @@ class TrainerOfParts(Trainer):
         super().__init__(arguments, **given)
 
     def configure_dataloaders(self):
-        steps = self.plan.steps
+        steps = self.sizes.steps
         return TrainerConfigureDataloaderOutput(self.parts.batches, steps, None, None)
 
     def configure_model(self):

@@ -1,8 +1,10 @@
 """`low_precision` rounds the moments and nothing else, in any optimizer."""
 
+import inspect
 import re
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -323,6 +325,19 @@ def test_another_dtype_is_refused(dtype):
         match=r"low_precision: expected the dtype jnp.bfloat16, got .*underflow",
     ):
         sf.optim.low_precision(optax.adam(0.1), dtype)
+
+
+def test_the_dtype_of_version_0_2_is_accepted():
+    tx = optax.adam(0.1)
+    for old in (
+        lambda: sf.optim.low_precision(tx, jnp.bfloat16),
+        lambda: sf.optim.low_precision(tx, dtype="bfloat16"),
+    ):
+        with pytest.warns(DeprecationWarning, match="low_precision: leave out dtype") as caught:
+            state = old().init(PARAMS)
+        assert caught[0].filename == __file__
+        chex.assert_trees_all_equal(state, sf.optim.low_precision(tx).init(PARAMS))
+    assert [*inspect.signature(sf.optim.low_precision).parameters] == ["tx"]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float64, jnp.float8_e4m3fn])

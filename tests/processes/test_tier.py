@@ -25,8 +25,6 @@ from stepfold.core.processes import KeyValues
 
 from . import launch
 
-module = importlib.import_module("stepfold.checkpoint.restore")
-
 SHAPES = {"all": (16, 100), "some": (100, 8), "one": (900,)}
 BYTES = 4 * sum(map(math.prod, SHAPES.values()))
 
@@ -133,6 +131,7 @@ def fails(start, folder, where, last=4):
     replicas = process if where == "replicas" else 1
     temporary = sf.Temporary(folder / f"host{process}", every=1, replicas=replicas)
     described = sf.Checkpoints(folder / "durable", every=5, temporary=temporary)
+    module = importlib.import_module("stepfold.checkpoint.restore")  # `restore` is a function
     originals = tier.sync, module.make_leaf, transport.Server.__init__
 
     def fail(*_):

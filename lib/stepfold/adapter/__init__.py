@@ -1,4 +1,4 @@
-"""A trainer object and its arguments, and the functions that make the parts of a run of them."""
+"""A trainer object, its arguments, and functions that make the parts of a run from them."""
 
 from stepfold.adapter.arguments import TrainingArguments, by_any_name
 from stepfold.adapter.from_arguments import (
@@ -22,12 +22,13 @@ from stepfold.adapter.outputs import (
     TrainerOutput,
 )
 from stepfold.adapter.protocol import BaseTrainerProtocol
-from stepfold.adapter.sizes import Plan, plan
+from stepfold.adapter.sizes import Sizes, compute_sizes
 from stepfold.adapter.trainer import Trainer
+from stepfold.errors import warn
 
 __all__ = [
     "BaseTrainerProtocol",
-    "Plan",
+    "Sizes",
     "StopTraining",
     "Trainer",
     "TrainerConfigureDataloaderOutput",
@@ -39,14 +40,23 @@ __all__ = [
     "by_any_name",
     "cast_params",
     "checkpoints",
+    "compute_sizes",
     "make_loss",
     "make_mesh",
     "make_optimizer",
     "make_schedule",
-    "plan",
     "precision",
     "sharding_rules",
     "start_processes",
     "transform",
     "writers",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Return what a name of version 0.2 meant, with a warning."""
+    new = {"Plan": "Sizes", "plan": "compute_sizes"}.get(name)
+    if new is None:
+        raise AttributeError(f"module 'stepfold.adapter' has no attribute {name!r}")
+    warn(f"sf.adapter.{name} is now sf.adapter.{new}", DeprecationWarning)
+    return globals()[new]

@@ -35,7 +35,7 @@ from stepfold.adapter.fields import (
 )
 from stepfold.adapter.validation import check_combinations
 from stepfold.core.validation import absolute_path, suggest
-from stepfold.errors import ConfigError, refuse
+from stepfold.errors import ConfigError, refuse, warn
 
 # Values of other fields with which a field has no effect.
 _NO_EVALUATION = ("do_eval", False), ("evaluation_strategy", "no")
@@ -91,8 +91,8 @@ class TrainingArguments:
 
     A frozen standard dataclass, which command-line parsers such as tyro and simple-parsing accept.
     Its fields are checked when it is built, alone and together, and a misspelt name is refused.
-    Functions such as `plan`, `make_optimizer`, `make_mesh` and `checkpoints` make the parts of a
-    run from it, and each can be used alone.
+    Functions such as `compute_sizes`, `make_optimizer`, `make_mesh` and `checkpoints` make the
+    parts of a run from it, and each can be used alone.
 
     Some fields have an alias, such as `max_training_steps` for `max_steps`. Either name sets and
     reads the field; JSON has the name of the field itself.
@@ -111,7 +111,7 @@ class TrainingArguments:
     stepfold.errors.ConfigError: total_batch_size: expected an integer of at least 1, got -1
     """
 
-    # Length and batch sizes; `plan` computes the numbers.
+    # Length and batch sizes; `compute_sizes` has the numbers.
     num_train_epochs: int = setting(1, alias="num_epochs")
     """Epochs to train, unless max_steps is set."""
     max_steps: int | float | None = setting(None, STEPS, alias="max_training_steps", none=(-1, 0))
@@ -262,12 +262,8 @@ class TrainingArguments:
     """Minutes between two checkpoints, in addition to save_steps."""
     save_total_limit: int | None = setting(None, unused=_NO_CHECKPOINTS)
     """Number of latest checkpoints to keep; None keeps all."""
-    save_optimizer_state: bool = True
-    """Always True, since a checkpoint holds the whole state."""
     do_last_save: bool = True
     """Save at the end; False is for runs that save nothing else."""
-    remove_ckpt_after_load: bool = False
-    """Always False; save_total_limit deletes old checkpoints."""
     resume_if_possible: bool = True
     """Resume from the latest checkpoint in output_dir, if there is one."""
     resume_from_checkpoint: bool | str | None = setting(None, RESUME)
@@ -329,7 +325,10 @@ class TrainingArguments:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build arguments from values by name; the other fields have their defaults."""
-        return cls(**check_field("values", dict, values))
+        values = check_field("values", dict, values)
+        gone = _OLD_FIELDS.keys() - {field.name for field in fields(cls)}
+        unneeded = {name for name in gone if values.get(name) is _OLD_FIELDS[name][0]}
+        return cls(**{name: value for name, value in values.items() if name not in unneeded})
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return every field as JSON, and write it to a file if there is a path.
@@ -383,7 +382,7 @@ def _is_same(parsed: Any, value: Any) -> bool:
 
 
 # Names that other libraries have, and what to write here.
-_ELSEWHERE = {
+OTHER_LIBRARIES = {
     "task": "the loss function defines the task",
     "device": "jax chooses devices (JAX_PLATFORMS=cpu), and sharding_array arranges them",
     "use_cpu": "jax chooses devices: set JAX_PLATFORMS=cpu in the environment",
@@ -411,6 +410,20 @@ _ELSEWHERE = {
     "eval_on_start": "write evaluations=[sf.Evaluation(…, at_start=True)] of the Trainer",
     "torch_compile": "a step is always compiled",
 }
+# Fields of version 0.2 that had one legal value, and what to write instead of another. JSON of that
+# version has them.
+_OLD_FIELDS = {
+    "save_optimizer_state": (
+        True,
+        "a checkpoint holds the whole state, which a resume needs; write parameters alone with "
+        "save_pretrained or sf.checkpoint.export_params",
+    ),
+    "remove_ckpt_after_load": (
+        False,
+        "the checkpoint that was loaded is the only one until the next is on disk; write "
+        "save_total_limit=1, which deletes it then",
+    ),
+}
 
 
 def _resolve_aliases(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -420,9 +433,15 @@ def _resolve_aliases(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     spelling: dict[str, str] = {}
     unknown: list[str] = []
     for name, value in values.items():
+        if name in _OLD_FIELDS and name not in names:
+            legal, advice = _OLD_FIELDS[name]
+            if value is not legal:
+                raise ConfigError(f"{name}={value!r:.80}: {advice}")
+            warn(f"{name}: leave it out, since it is always {legal}", DeprecationWarning)
+            continue
         known = name if name in names else aliases.get(name, name)
         if known not in names:
-            advice = _ELSEWHERE.get(name) or suggest(name, [*names, *aliases])
+            advice = OTHER_LIBRARIES.get(name) or suggest(name, [*names, *aliases])
             text = f"{name}: {cls.__name__} has no such field"
             unknown.append(f"{text}; {advice}" if advice else text)
         if known in resolved and (type(resolved[known]), resolved[known]) != (type(value), value):

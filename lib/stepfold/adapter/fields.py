@@ -94,7 +94,7 @@ def seconds(value: float | str) -> float:
     return sum(float(count) * units[unit] for count, unit in parts) or 0.0
 
 
-class Rule(NamedTuple):
+class FieldRule(NamedTuple):
     """What a field accepts, and how it stores that."""
 
     expected: str
@@ -103,46 +103,46 @@ class Rule(NamedTuple):
 
 
 _RULES = {
-    bool: Rule("True or False", lambda v: isinstance(v, bool)),
-    int: Rule("an integer of at least 1", lambda v: _is_int(v, 1)),
-    float: Rule("a number above 0", lambda v: _is_finite(v) and v > 0, float),
-    str: Rule("a text", _is_text),
-    tuple: Rule("a tuple or a list", _is_list, tuple),
-    dict: Rule(
+    bool: FieldRule("True or False", lambda v: isinstance(v, bool)),
+    int: FieldRule("an integer of at least 1", lambda v: _is_int(v, 1)),
+    float: FieldRule("a number above 0", lambda v: _is_finite(v) and v > 0, float),
+    str: FieldRule("a text", _is_text),
+    tuple: FieldRule("a tuple or a list", _is_list, tuple),
+    dict: FieldRule(
         "a dict with names as keys",
         lambda v: isinstance(v, Mapping) and all(isinstance(key, str) for key in v),
         dict,
     ),
-    get_origin(Callable[..., Any]): Rule("a function", is_function),
+    get_origin(Callable[..., Any]): FieldRule("a function", is_function),
 }
 """Rules by type, for fields that declare none."""
-FROM_ZERO = Rule("an integer of at least 0", lambda v: _is_int(v, 0))
-SEED = Rule(f"an integer from 0 to {2**63 - 1}", lambda v: _is_int(v, 0) and v < 2**63)
-NOT_NEGATIVE = Rule("a number of at least 0", lambda v: _is_finite(v) and v >= 0, float)
-STEPS = Rule(
+FROM_ZERO = FieldRule("an integer of at least 0", lambda v: _is_int(v, 0))
+SEED = FieldRule(f"an integer from 0 to {2**63 - 1}", lambda v: _is_int(v, 0) and v < 2**63)
+NOT_NEGATIVE = FieldRule("a number of at least 0", lambda v: _is_finite(v) and v >= 0, float)
+STEPS = FieldRule(
     "an integer of at least 1, or a fraction between 0 and 1",
     lambda v: _is_int(v, 1) or (type(v) is float and 0 < v < 1),
 )
-DTYPE = Rule("a floating dtype, such as 'float32' or 'bfloat16'", _dtype, _dtype)
-PATTERN = Rule("a regular expression", _is_text, lambda v: re.compile(v).pattern)
-DIMS = Rule("sizes of at least 1, at most one of them -1, such as (1, -1, 1, 1)", _dims, _dims)
-SPEC = Rule(
+DTYPE = FieldRule("a floating dtype, such as 'float32' or 'bfloat16'", _dtype, _dtype)
+PATTERN = FieldRule("a regular expression", _is_text, lambda v: re.compile(v).pattern)
+DIMS = FieldRule("sizes of at least 1, at most one of them -1, such as (1, -1, 1, 1)", _dims, _dims)
+SPEC = FieldRule(
     'a PartitionSpec, or a tuple such as (("dp", "fsdp"), None, "sp")',
     lambda v: _is_list(v) or isinstance(v, PartitionSpec),
     lambda v: tuple(tuple(entry) if _is_list(entry) else entry for entry in v),
 )
-PATH = Rule("a path", _is_path, str)
-RESUME = Rule(
+PATH = FieldRule("a path", _is_path, str)
+RESUME = FieldRule(
     "True, False, or the path of a checkpoint",
     lambda v: isinstance(v, bool) or _is_path(v),
     lambda v: v if isinstance(v, bool) else str(v),
 )
-DURATION = Rule(
+DURATION = FieldRule(
     "a time above 0, such as 20, '90s', '45min', '1h30m' or '2d'",
     lambda v: seconds(v) > 0,
     lambda v: v if isinstance(v, str) else float(v),
 )
-PRUNING = Rule(
+PRUNING = FieldRule(
     "a function of an optimizer, or an object with wrap_optax(tx)",
     lambda v: callable(v) or callable(getattr(v, "wrap_optax", None)),
 )
@@ -150,7 +150,7 @@ PRUNING = Rule(
 
 def setting(
     default: Any = None,
-    rule: Rule | None = None,
+    rule: FieldRule | None = None,
     *,
     alias: str = "",
     none: tuple[int, ...] = (),
@@ -200,7 +200,9 @@ def check_field(
     if origin is Literal:
         choices = get_args(hint)
         value = _policy(value) if choices == get_args(Remat) else value
-        rule = Rule(f"one of {', '.join(choices)}", lambda v: isinstance(v, str) and v in choices)
+        rule = FieldRule(
+            f"one of {', '.join(choices)}", lambda v: isinstance(v, str) and v in choices
+        )
     else:
         rule = metadata.get("rule") or _RULES[origin]
     try:

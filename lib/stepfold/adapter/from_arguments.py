@@ -29,13 +29,18 @@ from stepfold.adapter.optimizers import (
     parse_scheduler,
     scale_on_plateau,
 )
-from stepfold.adapter.sizes import Plan, check_within
+from stepfold.adapter.sizes import Sizes, check_within
 from stepfold.adapter.validation import check_functions
 from stepfold.checkpoint.policy import Checkpoints
 from stepfold.cluster.distributed import Distributed, start_distributed
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.precision import Precision, dynamic_loss_scale
-from stepfold.core.validation import absolute_path, refuse_unknown, takes_any_keyword
+from stepfold.core.validation import (
+    absolute_path,
+    refuse_unknown,
+    renamed,
+    takes_any_keyword,
+)
 from stepfold.errors import ConfigError, DataError, refuse
 from stepfold.sharding import mesh as meshes
 from stepfold.sharding.plan import Rules, fsdp
@@ -60,7 +65,7 @@ def make_schedule(arguments: TrainingArguments, steps: int | None) -> optax.Sche
 
     The rate rises linearly from 0 to `learning_rate` for `warmup_steps`, and then follows
     `scheduler` to `learning_rate_end` at the last of the `steps` of the run. `steps` may be None,
-    for unknown, if the schedule does not depend on it.
+    unknown, if the schedule does not depend on it.
 
     >>> arguments = TrainingArguments(learning_rate=0.1, scheduler="linear", warmup_steps=10)
     >>> schedule = make_schedule(arguments, 110)
@@ -251,9 +256,9 @@ def make_loss(
 ) -> Callable[..., Any]:
     """Wrap a loss function to follow the arguments.
 
-    `loss_config` is passed as keywords, which it has to take. With `aux_loss_enabled=False`, terms
-    whose name starts with `aux` are dropped. `use_fast_kernels` sets the precision of matrix
-    products. On a mesh, batches are sharded by `step_partition_spec`.
+    `loss_config` is passed as keyword arguments. With `aux_loss_enabled=False`, terms whose name
+    starts with `aux` are dropped. `use_fast_kernels` sets the precision of matrix products. On a
+    mesh, batches are sharded by `step_partition_spec`.
 
     >>> arguments = TrainingArguments(loss_config={"scale": 2.0}, aux_loss_enabled=False)
     >>> loss = make_loss(arguments, lambda p, b, key, scale=1.0: {"ce": p * scale, "aux_z": p})
@@ -339,14 +344,15 @@ def _is_unused(value: Any) -> bool:
 # Checkpoints and writers
 
 
-def checkpoints(arguments: TrainingArguments, plan: Plan) -> Checkpoints | None:
+@renamed(plan="sizes")
+def checkpoints(arguments: TrainingArguments, sizes: Sizes) -> Checkpoints | None:
     """Make the checkpoints in `output_dir/checkpoints_dir`, which include the last state.
 
     Without `output_dir`, or with `do_last_save=False`, return None: nothing is saved.
 
-    >>> from stepfold.adapter import plan
+    >>> from stepfold.adapter import compute_sizes
     >>> arguments = TrainingArguments(output_dir="runs/a", max_steps=200, save_steps=0.25)
-    >>> checkpoints(arguments, plan(arguments)).every
+    >>> checkpoints(arguments, compute_sizes(arguments)).every
     50
     """
     if arguments.output_dir is None or not arguments.do_last_save:
@@ -354,8 +360,8 @@ def checkpoints(arguments: TrainingArguments, plan: Plan) -> Checkpoints | None:
     metric, mode = best_metric(arguments)
     return Checkpoints(
         Path(arguments.output_dir) / arguments.checkpoints_dir,
-        every=plan.save_steps,
-        every_epochs=plan.save_epochs,
+        every=sizes.save_steps,
+        every_epochs=sizes.save_epochs,
         every_minutes=arguments.save_interval_minutes,
         keep=arguments.save_total_limit,
         best=metric,
@@ -376,8 +382,8 @@ def best_metric(arguments: TrainingArguments) -> tuple[str | None, str | None]:
 def writers(arguments: TrainingArguments) -> Writer | None:
     """Make a background writer of metrics, or None if they are not written.
 
-    Files are in `output_dir/logs_dir`. Without `output_dir` there are none, and to set `report_to`
-    is a ConfigError.
+    Files are in `output_dir/logs_dir`. Without `output_dir` there are none, and setting `report_to`
+    raises a ConfigError.
 
     >>> writers(TrainingArguments(report_metrics=False)) is None
     True
@@ -405,9 +411,9 @@ def writers(arguments: TrainingArguments) -> Writer | None:
 
 
 def config_of(arguments: TrainingArguments) -> dict[str, Any]:
-    """Return the arguments for `run.json`, without those that a resume changes as a rule.
+    """Return the arguments for `run.json`, without those that usually change in a resume.
 
-    What JSON cannot hold, such as a function, is named by text.
+    A value that JSON cannot hold, such as a function, becomes a text.
     """
     names = arguments.to_dict().keys() - _CHANGED_BY_A_RESUME
     return {name: _as_json(getattr(arguments, name)) for name in sorted(names)}

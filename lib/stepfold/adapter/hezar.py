@@ -1,4 +1,4 @@
-"""The trainer that Hezar documents: an object with its methods, on top of `fit`.
+"""Hezar's trainer: an object with the methods that Hezar documents, on top of `fit`.
 
 Its config is a `TrainerConfig`, and a model that carries its parameters is a `Model` or a module of
 equinox.
@@ -47,7 +47,7 @@ from stepfold.tree import describe_value
 
 
 def _evaluation_loss(bound: Any, batch: Any) -> Any:
-    """Compose the traced methods of a trainer, without those of the training alone."""
+    """Compose `forward` and `compute_loss` of a trainer to the loss of an evaluation."""
     return bound.compute_loss(bound.forward(batch), _labels_of(batch))
 
 
@@ -160,7 +160,7 @@ class Trainer(ModelTrainer):
         self._set_up()
 
     def _set_up(self) -> None:
-        """Make the state and the steps, of the batches and the optimizer."""
+        """Make the state and the steps from the batches and the optimizer."""
         config, tx = self.config, self.optimizer
         if self._overrides("optimization_step"):
             tx = with_update(tx, "optimization_step", self.optimization_step)
@@ -181,9 +181,9 @@ class Trainer(ModelTrainer):
     # Training
 
     def train(self) -> float:
-        """Do the whole run, or the rest of it, and return the average loss since its start.
+        """Train to the end of the run, and return the average loss since its start.
 
-        A second call continues from the state of the trainer, so a complete run stays as it is.
+        A second call continues from the state of the trainer. After a complete run it is a no-op.
         """
         is_first = self.result is None
         start = run.find_start(self._parts, self.state, None, {}, is_first=is_first)
@@ -204,8 +204,8 @@ class Trainer(ModelTrainer):
     def inner_training_loop(self, epoch_num: int) -> float:
         """Train to the end of an epoch, and return the average loss since the start of the run.
 
-        Epochs count from 1. `train` calls that of a subclass for each epoch; evaluation, saves and
-        logs are part of it. Without an override, it does all epochs at once.
+        Epochs count from 1. The call evaluates, saves and logs. `train` calls an override once for
+        each epoch. Without an override, `train` runs all epochs at once.
         """
         read_integer("epoch_num", epoch_num)
         if epoch_num != self._epoch:
@@ -227,25 +227,25 @@ class Trainer(ModelTrainer):
             evaluation=evaluations,
             checkpoints=parts.checkpoint_manager,
             hooks=[self.loss_tracker, *hooks],
-            log_every=parts.plan.log_every,
+            log_every=parts.sizes.log_every,
             resume=self._may_resume,
         )
         self._may_resume = True
         return self.loss_tracker.average
 
     def create_train_dataloader(self, dataset: Any) -> Iterable[Any]:
-        """Return batches of a dataset; any iterable that starts again in each epoch.
+        """Return the batches of a dataset: an iterable that starts again in each epoch.
 
-        It is called once, when the trainer is made, since the steps of a run are counted by it.
+        The constructor calls it once, to count the steps of a run.
         """
-        config, size = self.config, self._parts.plan.train_batch
+        config, size = self.config, self._parts.sizes.train_batch
         seed = config.seed if config.dataloader_shuffle else None
         loader = batches(dataset, size, seed=seed, collate=self._collator_of(dataset))
         workers = config.num_dataloader_workers
         return prefetch(loader, size=workers) if workers else loader
 
     def prepare_input_batch(self, input_batch: Any) -> Any:
-        """Return a batch as the steps take it. It runs on the host, before jax places the batch."""
+        """Convert a batch to what the steps take, on the host, before jax places it."""
         return input_batch
 
     def forward(self, input_batch: Any) -> Any:
@@ -280,7 +280,7 @@ class Trainer(ModelTrainer):
         if dataset is None:
             refuse("eval_dataset", "data to evaluate on", "None")
         collate, mesh = self._collator_of(dataset), self._parts.sharded_mesh
-        size, prepare = self._parts.plan.eval_batch, self.prepare_input_batch
+        size, prepare = self._parts.sizes.eval_batch, self.prepare_input_batch
         loader = loading.one_pass(dataset, size, prepare, mesh, collate=collate)
         if self.metrics_handler is None:
             return evaluate(self._eval_step, self.state, loader)
@@ -296,7 +296,7 @@ class Trainer(ModelTrainer):
 
     def _collator_of(self, dataset: Any) -> Any:
         """Check that a dataset has single examples, and return its collator."""
-        loading.check_examples(dataset)
+        loading.refuse_batches(dataset)
         return loading.collator_of(self.data_collator, dataset, self.train_dataset)
 
     def _measure_batch(self, state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:

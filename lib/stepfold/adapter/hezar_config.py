@@ -15,8 +15,8 @@ from stepfold.adapter.fields import (
     PATH,
     RESUME,
     SEED,
+    FieldRule,
     Mixed,
-    Rule,
     is_changed,
     setting,
     store_fields,
@@ -27,7 +27,7 @@ from stepfold.adapter.from_arguments import (
     make_schedule,
     writers,
 )
-from stepfold.adapter.hezar_metrics import TASKS, MetricConfig, read_metrics
+from stepfold.adapter.hezar_metrics import TASKS, MetricConfig, read_metric_configs
 from stepfold.adapter.model_trainer import refuse_torch
 from stepfold.adapter.optimizers import (
     find_optimizer,
@@ -35,7 +35,7 @@ from stepfold.adapter.optimizers import (
     parse_scheduler,
     plateau_hook,
 )
-from stepfold.adapter.parts import Parts
+from stepfold.adapter.parts import RunParts
 from stepfold.adapter.run import stop_on_skipped
 from stepfold.core.metric_modes import known_mode
 from stepfold.core.optimizer import as_optimizer
@@ -47,8 +47,8 @@ from stepfold.runs.info import move_previous_run
 from stepfold.tree import describe_value
 from stepfold.writers.combinators import log_to
 
-_METRICS = Rule("a list of names", lambda v: isinstance(v, list | tuple), tuple)
-_DEVICE = Rule(
+_METRICS = FieldRule("a list of names", lambda v: isinstance(v, list | tuple), tuple)
+_DEVICE = FieldRule(
     "a platform with or without a number, such as 'cuda:0', or one of jax.devices()",
     lambda v: isinstance(v, jax.Device) or (isinstance(v, str) and v.strip()),
 )
@@ -136,7 +136,7 @@ class TrainerConfig:
         find_optimizer(self.optimizer, "the trainer optimizer=…")
         other = "the trainer lr_scheduler=…, a schedule of optax,"
         parse_scheduler(self.lr_scheduler or "none", "lr_scheduler", other)
-        object.__setattr__(self, "metrics", tuple(read_metrics(self.metrics, self.task)))
+        object.__setattr__(self, "metrics", tuple(read_metric_configs(self.metrics, self.task)))
         if (best := self.metric_for_best_model) is not None and known_mode(best) is None:
             expected = "a name that says which value is better, as that of a loss does"
             refuse("metric_for_best_model", expected, repr(best), "rename the metric")
@@ -225,7 +225,7 @@ def make_optimizers(
 ) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
     """Return the optimizer without a loss scale, and its schedule if it is known.
 
-    An object replaces what the config describes.
+    An optimizer or a schedule that is an object replaces that of the config.
     """
     rates = ("learning_rate", "lr_scheduler", "lr_scheduler_kwargs")
     replaced = {
@@ -257,14 +257,14 @@ def make_optimizers(
 def check_best_metric(
     config: TrainerConfig, arguments: TrainingArguments, handler: Any, *, evaluates: bool
 ) -> None:
-    """Refuse a metric that is not measured, of a schedule or `metric_for_best_model`.
+    """Refuse a schedule or a `metric_for_best_model` whose metric no evaluation measures.
 
-    A custom handler may measure any.
+    A custom metrics handler may measure any metric.
     """
     if is_plateau(config.lr_scheduler) and not evaluates:
         expected = "an evaluation, to measure the loss"
         refuse("lr_scheduler", f"{expected} that {config.lr_scheduler} watches", "none")
-    metric, given = best_metric(arguments)[0], config.metric_for_best_model
+    metric, wanted = best_metric(arguments)[0], config.metric_for_best_model
     if metric is None:
         return
     if config.output_dir is None:
@@ -273,19 +273,19 @@ def check_best_metric(
     if kind == "eval":
         if not evaluates:
             advice = "give eval_dataset, or 'train.loss'"
-            refuse("metric_for_best_model", f"an evaluation, to measure {given}", "none", advice)
+            refuse("metric_for_best_model", f"an evaluation, to measure {wanted}", "none", advice)
         own: list[MetricConfig] = list(config.metrics)
         names = ["loss", *(each.name for each in own)]
         if handler is None and name not in names:
             expected = f"one of {', '.join(names)}, with or without 'evaluation.', or 'train.loss'"
             advice = suggest(name, names) or "add it to metrics"
-            refuse("metric_for_best_model", expected, repr(given), advice)
+            refuse("metric_for_best_model", expected, repr(wanted), advice)
 
 
 # Hooks, and the preprocessor
 
 
-def make_hooks(parts: Parts, step: int, *, may_resume: bool) -> list[AnyHook]:
+def make_hooks(parts: RunParts, step: int, *, may_resume: bool) -> list[AnyHook]:
     """Make the hooks that stop a run at a NaN, show its progress and write its metrics.
 
     `step` is that of the state. Checkpoints that the run may not resume from are refused.

@@ -1,4 +1,4 @@
-"""Metrics by name that Hezar documents, computed over all examples of an evaluation at once."""
+"""Hezar's metrics by name, computed at once over all examples of an evaluation."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -99,7 +99,7 @@ class MetricsHandler:
     def _tokens(
         self, name: str, predictions: Sequence[Any], labels: Sequence[Any]
     ) -> tuple[list[Sequence[Any]], list[Sequence[Any]]]:
-        """Return sequences of characters or words, or for `cer` of ids without a `decode`."""
+        """Return sequences of words; for `cer` of characters, or of ids without `decode`."""
         both: list[list[Sequence[Any]]] = []
         for examples in (predictions, labels):
             texts: Any = [x if isinstance(x, str) else _without_padding(x) for x in examples]
@@ -160,7 +160,7 @@ def _to_host(array: Any) -> np.ndarray:
 # The metrics of a config
 
 
-def read_metrics(metrics: Sequence[Any], task: str | None) -> list[MetricConfig]:
+def read_metric_configs(metrics: Sequence[Any], task: str | None) -> list[MetricConfig]:
     """Return the metrics of a config; refuse those that the task does not have."""
     valid = (*CLASS_METRICS, *TEXT_METRICS) if task is None else TASKS[task]
     configs = []

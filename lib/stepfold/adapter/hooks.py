@@ -87,7 +87,7 @@ class LossTracker(BaseHook):
 
 
 def note_best_state(hook: AnyHook, best_states: dict[str, Any]) -> AnyHook:
-    """Return the hook; one that keeps the best state, as `stop_early` does, also notes it here."""
+    """Return a hook that also stores its best state in `best_states`, if it keeps one."""
     if not (isinstance(hook, Hook) and isinstance(hook.init, dict) and "_best_state" in hook.init):
         return hook
     update, name = hook.update, hook.name
@@ -107,7 +107,8 @@ class Watcher(NamedTuple):
     Attributes:
       name: the name after `watch/`, followed by those of the numbers if there are several.
       function: a function of the state that returns a number, or numbers by name.
-      every: the steps between calls, each at the first log point at or after a multiple.
+      every: the interval in steps; each call is at the first log point at or after a multiple of
+        it.
 
     >>> import jax.numpy as jnp
     >>> watcher = Watcher("norm", lambda state: jnp.linalg.norm(state.params), every=100)
@@ -119,7 +120,7 @@ class Watcher(NamedTuple):
 
 
 def check_watchers(watchers: Any) -> list[Watcher]:
-    """Return watchers of correct attributes, whose names differ."""
+    """Check the attributes of watchers, and that their names differ."""
     checked = check_list("watchers", watchers, "Watcher(name, function, every)", Watcher)
     for name, function, interval in checked:
         if not isinstance(name, str) or not name:
@@ -138,7 +139,7 @@ class Methods(BaseTrainerProtocol, Protocol):
 
     writer: Any
     watched_step: int
-    plan: Any
+    sizes: Any
 
     @property
     def epochs_done(self) -> int: ...
@@ -154,7 +155,7 @@ class TrainerHook(BaseHook):
 
     Attributes:
       bar: the progress bar.
-      start_step, last_step: the steps between which the run is.
+      start_step, last_step: the first and the last step of the run.
       epochs_done: the number of epochs that have ended; only `has_epochs` counts them.
     """
 
@@ -253,10 +254,10 @@ def add_advice(error: BaseException) -> None:
 
 
 class EpochHistory(BaseHook):
-    """Collect metrics by epoch: means of train metrics over its examples, others its last value.
+    """Collect metrics by epoch: the mean of train metrics, and the last value of others.
 
-    `find_ends` is called at each event, since a run that goes back skips batches. `offset` is the
-    number of batches that the data are ahead of the step.
+    Means are over the examples of the epoch. `find_ends` is called at each event, since a rollback
+    skips batches. `offset` is the number of batches that the data are ahead of the step.
     """
 
     run_state = ("_epochs",)

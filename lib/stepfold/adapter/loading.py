@@ -16,7 +16,7 @@ from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.fields import is_changed
 from stepfold.adapter.from_arguments import transform
-from stepfold.adapter.sizes import Plan
+from stepfold.adapter.sizes import Sizes
 from stepfold.core.axes import default_data_axes
 from stepfold.core.validation import read_integer, takes_any_keyword
 from stepfold.data.batches import batches
@@ -34,8 +34,8 @@ Prepare = Callable[[Any], Any]
 class TrainingLoader:
     """Apply `prepare` to each batch; other attributes are those of the iterator.
 
-    `epoch_steps` is the number of batches in an epoch, if the iterator does not know it. Batches
-    that `without` skips are skipped here too, so that this stays the loader of the whole run.
+    `epoch_steps` is the number of batches in an epoch, if the iterator does not know it. `without`
+    skips batches in place, since the trainer keeps this loader for the whole run.
     """
 
     def __init__(
@@ -125,13 +125,13 @@ class EvaluationLoader:
 
 
 def skippable(loader: Any) -> Any:
-    """Return a loader that stays the one of the run when the run skips some of its batches."""
+    """Return a loader whose `without` skips batches in place, if it can skip any."""
     can_skip = hasattr(loader, "without") and iter(loader) is loader
     return TrainingLoader(loader) if can_skip and not isinstance(loader, TrainingLoader) else loader
 
 
 def training_batches(
-    arguments: TrainingArguments, plan: Plan, dataset: Any, collect: Collect | None
+    arguments: TrainingArguments, sizes: Sizes, dataset: Any, collect: Collect | None
 ) -> TrainingLoader:
     """Make training batches, reshuffled each epoch; incomplete batches are dropped.
 
@@ -153,10 +153,10 @@ def training_batches(
         dataset, seed = GrainStream(dataset, seed=seed, threads=workers), None
     loader: Any = batches(
         dataset,
-        plan.train_batch,
+        sizes.train_batch,
         seed=seed,
         start=arguments.step_start_point,
-        epochs=arguments.num_train_epochs if streams and not plan.steps else None,
+        epochs=arguments.num_train_epochs if streams and not sizes.steps else None,
         transform=drop_columns,
         collate=collect,
         process_index=arguments.grain_shard_index,
@@ -164,7 +164,7 @@ def training_batches(
     )
     if workers and not is_grain:
         loader = prefetch(loader, size=workers)
-    return TrainingLoader(loader, _mask_for(arguments), plan.epoch_steps)
+    return TrainingLoader(loader, _mask_for(arguments), sizes.epoch_steps)
 
 
 class GrainStream:
@@ -178,7 +178,7 @@ class GrainStream:
         """Create the stream; `seed=None` keeps the source's order, `threads=0` reads on demand."""
         if find_spec("grain") is None:
             raise ConfigError("grain is not installed; run pip install 'stepfold[grain]'")
-        # Of a tree of arrays, grain would take the arrays themselves for examples.
+        # grain would take the arrays of a tree as examples.
         read = read_source(source)
         self._source: Any = read if isinstance(read, ArraySource) else source
         self._seed, self._threads, self._epoch = seed, threads, 0
@@ -203,7 +203,7 @@ class GrainStream:
 
 def evaluation_batches(
     arguments: TrainingArguments,
-    plan: Plan,
+    sizes: Sizes,
     dataset: Any,
     collect: Collect | None,
     mesh: Mesh | None = None,
@@ -220,7 +220,7 @@ def evaluation_batches(
     make = functools.partial(
         one_pass,
         dataset,
-        plan.eval_batch,
+        sizes.eval_batch,
         _mask_for(arguments),
         mesh,
         transform=drop_columns,
@@ -228,7 +228,7 @@ def evaluation_batches(
         process_index=arguments.grain_shard_index,
         process_count=arguments.grain_shard_count,
     )
-    return EvaluationLoader(make, plan.eval_steps)
+    return EvaluationLoader(make, sizes.eval_steps)
 
 
 def one_pass(
@@ -296,8 +296,8 @@ def replicate_if_uneven(batch: Any, mesh: Mesh | None) -> Any:
 # Examples to batches
 
 
-def check_examples(dataset: Any) -> None:
-    """Refuse a loader of batches, whose batches would be examples here."""
+def refuse_batches(dataset: Any) -> None:
+    """Refuse a loader of batches: each batch would be taken as one example."""
     is_loader = isinstance(dataset, BatchIterator | ReadAhead | TrainingLoader | EvaluationLoader)
     if is_loader or type(getattr(dataset, "batch_size", None)) is int:
         advice = (
@@ -311,9 +311,9 @@ def check_examples(dataset: Any) -> None:
 
 
 def warn_of_batches(dataset: Any) -> None:
-    """Warn of a list whose items look like batches: their arrays have the first axis in common.
+    """Warn of a list whose items look like batches: their arrays share the first axis alone.
 
-    Sequences of tokens have no other axis, and an image and its mask have another one in common.
+    Examples differ: sequences of tokens have one axis, and an image and its mask share two.
     """
     if not isinstance(dataset, list) or not dataset:
         return
@@ -346,9 +346,10 @@ def collect_of(
 ) -> Collect | None:
     """Return the function from a list of examples to a batch; None stacks them.
 
-    `make` is a method that makes a collect function. That of a subclass, with `is_own`, comes
-    first. It gets the output of `collator` or, without one, columns. Otherwise the function is
-    `collator`, or with `max_length` that of `make`, which pads and truncates.
+    `make` is the trainer's method that makes a collect function. If a subclass overrides it, as
+    `is_own` says, its function is used. It gets the output of `collator`, or columns without one.
+    Otherwise the function is `collator`. Without a collator but with `max_length`, it is that of
+    `make`, which pads and truncates.
     """
     if collator is not None and not is_own and arguments.max_length is not None:
         expected = "None with a data_collator, which pads and truncates itself"
@@ -369,12 +370,12 @@ def collect_of(
         return lambda examples: collect(collator(examples))
 
     def collect_columns(examples: list[Any]) -> Any:
-        given = columns(examples)
+        by_column = columns(examples)
         try:
-            return collect(given)
+            return collect(by_column)
         except Exception as error:
-            if isinstance(given, Mapping):
-                text = f"a dict of columns {sorted(map(str, given))}, not a list of examples"
+            if isinstance(by_column, Mapping):
+                text = f"a dict of columns {sorted(map(str, by_column))}, not a list of examples"
                 error.add_note(f"the function that {make.__name__} returns gets {text}")
             raise
 
@@ -420,7 +421,7 @@ def _column(values: list[Any]) -> Any:
 def seek(loader: Any, position: Any, step: int) -> None:
     """Move batches to a saved position or, without one, to a step.
 
-    To a step, only `sf.batches` over a source move, since others have no position for each step.
+    Only `sf.batches` over a source can move to a step; others have no position for each step.
     """
     if not (hasattr(loader, "get_state") and hasattr(loader, "set_state")):
         if position is not None:
@@ -455,5 +456,5 @@ def offset_of(position: Any, step: Any) -> int:
 
 
 def _follows_from_step(position: Any) -> bool:
-    """Whether a position is one of `sf.batches` over a source, which the step determines."""
+    """Whether the step alone determines a position, as for `sf.batches` over a source."""
     return isinstance(position, dict) and position.keys() - {"skipped"} == {"step", "pipeline"}

@@ -1,7 +1,6 @@
 """What the trainers of qurious and Hezar have in common.
 
-Models carry their parameters, loss functions are made of outputs and targets, and runs count in
-epochs.
+Models carry their parameters, loss functions take outputs and targets, and runs count in epochs.
 """
 
 import copy
@@ -61,7 +60,7 @@ class Model:
 
 
 def split_model(model: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return the parameters of a model, and the function that makes a model of parameters."""
+    """Return the parameters of a model, and a function from parameters to the model."""
     refuse_torch("model", model, "write it in JAX")
     if isinstance(model, Model):
         _check_collections(model.params)
@@ -106,7 +105,7 @@ def refuse_torch(argument: str, value: Any, advice: str) -> None:
 
 
 class ModelTrainer:
-    """Base class of both trainers: a model whose parameters are in a state, and calls of `fit`."""
+    """Base class of both trainers: it keeps a model's parameters in a state, and calls `fit`."""
 
     state: TrainState
     key: jax.Array | None = None  # while a training step is traced
@@ -115,7 +114,7 @@ class ModelTrainer:
 
     @property
     def model(self) -> Any:
-        """The model with the present parameters, which the next step donates."""
+        """The model with the current parameters, which the next step donates."""
         return self._build(self.state.params)
 
     def _bind(self, params: Any, key: Any) -> Self:
@@ -164,9 +163,9 @@ class ModelTrainer:
 
 
 def split_batch(batch: Any, *, keep_labels: bool, method: str) -> tuple[Any, Any]:
-    """Return the inputs and the targets of a batch; `method` is the one that others override.
+    """Return the inputs and the targets of a batch; the error names the `method` to override.
 
-    With `keep_labels`, the `labels` are an input too, of which the model computes the loss.
+    With `keep_labels`, the `labels` stay an input too, for a model that computes its own loss.
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
@@ -186,7 +185,7 @@ def call_model(model: Any, inputs: Any) -> Any:
 
 
 def output_of(outputs: Any, name: str) -> Any:
-    """Return an output of a model, in a dict or as an attribute, or None."""
+    """Return an output of a model by name, from a dict or an attribute; None if it is missing."""
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 

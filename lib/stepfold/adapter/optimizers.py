@@ -135,9 +135,10 @@ def is_plateau(name: str | None) -> bool:
 
 
 def scale_on_plateau(options: Mapping[str, Any]) -> optax.GradientTransformation:
-    """Scale updates as `optax.contrib.reduce_on_plateau`, whose state only `plateau_hook` changes.
+    """Scale updates as `optax.contrib.reduce_on_plateau` does, by the loss of evaluations.
 
-    It would take the loss of each step, and this one takes that of each evaluation.
+    The one of optax takes the loss of each step. Here `plateau_hook` changes the state, after each
+    evaluation.
     """
     plateau = contrib.reduce_on_plateau(**options)
 
@@ -148,7 +149,7 @@ def scale_on_plateau(options: Mapping[str, Any]) -> optax.GradientTransformation
 
 
 def plateau_hook(options: Mapping[str, Any], metric: str = "eval/loss") -> AnyHook:
-    """Make a hook that tells `scale_on_plateau` the loss of each evaluation."""
+    """Make a hook that updates the state of `scale_on_plateau` after each evaluation."""
     plateau: Any = as_optimizer(contrib.reduce_on_plateau(**options))
     is_node: Any = lambda node: isinstance(node, contrib.ReduceLROnPlateauState)
     advance: Any = jax.jit(lambda old, value: plateau.update({}, old, value=value)[1])

@@ -28,8 +28,8 @@ class Output:
     function or a mesh, is part of its structure.
 
     EasyDeL's guide "Trainer Protocol" and the reference of its API list the fields in different
-    orders. By position, an output takes either, if the type of the second value tells them apart;
-    to unpack it, or to index it, is in the order of the guide.
+    orders. Positional arguments may be in either order, if the type of the second value tells
+    which. Unpacking and indexing follow the order of the guide.
     """
 
     _guide: ClassVar[tuple[str, ...]] = ()  # the fields in the guide

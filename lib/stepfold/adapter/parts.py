@@ -1,4 +1,4 @@
-"""The parts of a trainer: what it was given, and what it made of that."""
+"""The parts of a trainer: its arguments, and what it makes from them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.hooks import CompilationTracker, Watcher
 from stepfold.adapter.loading import TrainingLoader
-from stepfold.adapter.sizes import Plan
+from stepfold.adapter.sizes import Sizes
 from stepfold.adapter.steps import Step, as_eval_step, as_train_step
 from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.policy import Checkpoints
@@ -23,16 +23,18 @@ from stepfold.loop.hook import AnyHook
 from stepfold.sharding.plan import make_sharding
 
 
-class Part:
+class RunPart:
     """An attribute of a trainer that is one of its parts; assigning it replaces the record.
 
     Args:
-      field: the field of the record, by default of the name of the attribute.
+      field: the field of the record; by default it has the name of the attribute.
       change: a function `(record, value) -> record`, if other fields follow from this one.
     """
 
     def __init__(
-        self, field: str | None = None, change: Callable[["Parts", Any], "Parts"] | None = None
+        self,
+        field: str | None = None,
+        change: Callable[["RunParts", Any], "RunParts"] | None = None,
     ) -> None:
         self._field, self._change = field, change
 
@@ -57,8 +59,8 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
-    """All that a run is made of. A part that changes makes a new record."""
+class RunParts:
+    """Everything that a run consists of. Changing a part makes a new record."""
 
     # Arguments of the trainer.
     arguments: TrainingArguments
@@ -73,8 +75,8 @@ class Parts:
     eval_loss_fn: Callable[..., Any] | None = None
     stateful: bool = False
     names: NameMap | None = None
-    given_tx: optax.GradientTransformation | None = None
-    given_scheduler: optax.Schedule | None = None
+    tx_argument: optax.GradientTransformation | None = None
+    scheduler_argument: optax.Schedule | None = None
     evaluations: Sequence[Evaluation] = ()
     hooks: Sequence[AnyHook] = ()
     callbacks: Sequence[Callable[..., Any]] = ()
@@ -82,7 +84,7 @@ class Parts:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     # Made from `TrainingArguments`.
-    plan: Plan
+    sizes: Sizes
     mesh: Mesh
     rules: Any
     logs_path: Any = None  # absolute, since the working directory may change
@@ -152,7 +154,7 @@ class Parts:
     def with_train_step(self, step: Step) -> Self:
         """Replace the training step.
 
-        A jitted one stays so with batches of a subclass, which may be of several sizes.
+        A jitted step stays jitted with batches of a subclass, which may have several sizes.
         """
         fit_step, loader = as_train_step(step), self.dataloader_train
         if hasattr(step, "lower") and not isinstance(loader, TrainingLoader | None):

@@ -40,7 +40,7 @@ _OPTIONAL = frozenset(
 
 
 def _abstract(protocol: _Class) -> _Class:
-    """Let the other methods and properties of a class raise an error that names them."""
+    """Make the methods and properties of a protocol raise an error with their names."""
     for name, member in list(vars(protocol).items()):
         if name.startswith("_") or name in _OPTIONAL:
             continue

@@ -1,4 +1,4 @@
-"""The trainer that qurious documents: an object with its methods, on top of `fit`.
+"""qurious' trainer: an object with the methods that qurious documents, on top of `fit`.
 
 A model that carries its parameters is a `Model`, or a module of equinox.
 """
@@ -60,9 +60,9 @@ class Trainer(ModelTrainer):
 
     A run calls what a subclass overrides: `_prepare_batch`, `_forward_pass` and `_compute_loss` in
     the loss function, `train_step`, `eval_step` and `evaluate` from the host, and
-    `_save_checkpoint` in addition to its own checkpoints. Other than in torch, jax traces the first
-    three once for each shape of a batch: they are pure functions of their arguments, `model` and
-    `key`, and what they assign to the trainer is lost.
+    `_save_checkpoint` in addition to its own checkpoints. Unlike torch, jax traces the first three
+    once for each shape of a batch: they are pure functions of their arguments, `model` and `key`,
+    and what they assign to the trainer is lost.
 
     Attributes:
       state: the `TrainState`, which the next step donates.
@@ -99,7 +99,7 @@ class Trainer(ModelTrainer):
           config: nested objects or mappings, or a mapping of dotted names, with any of
             `training.max_grad_norm`, `training.weight_decay` (added to the gradients, as torch's
             Adam does) and `training.scheduler_step_per_batch` (True by default). Other settings
-            have no effect, and are warned of.
+            have no effect; a warning lists them.
           device: the device of the state, or None for jax's default.
           scheduler: a function from the number of steps, or of epochs without
             `scheduler_step_per_batch`, to a factor of the updates, as in torch's `LambdaLR`.
@@ -114,7 +114,7 @@ class Trainer(ModelTrainer):
         self.optimizer, self.loss_fn, self.scheduler = optimizer, loss_fn, scheduler
         self.config, self.device = config, device or jax.devices()[0]
         warn_of_rate(scheduler)
-        self._settings, (params, self._build) = read_config(config), split_model(model)
+        self._settings, (params, self._build) = read_settings(config), split_model(model)
         sharding = None if device is None else SingleDeviceSharding(device)
         self._set_step()
         self.state = init_state(params, self.tx, jax.random.key(0), sharding=sharding)
@@ -164,7 +164,7 @@ class Trainer(ModelTrainer):
     ) -> dict[str, float]:
         """Train for one epoch, and return its metrics, such as `train_loss` and `eval_loss`.
 
-        `epoch` is for logs, of which there are none here.
+        `epoch` has no effect.
         """
         history = self.train(train_dataloader, 1, eval_dataloader)
         return {name: values[-1] for name, values in history.items()}
@@ -186,8 +186,8 @@ class Trainer(ModelTrainer):
           train_dataloader: an iterable of batches, iterated in each epoch. A batch is a pair
             `(inputs, targets)`, a dict of these, or the keyword arguments of the model with
             `labels`. A dict may have a `mask` of examples, as `sf.batches` pads with.
-          num_epochs: the number of epochs, from the state of the trainer on. A new trainer that
-            resumes does those that are left.
+          num_epochs: the number of epochs, counted from the state of the trainer. A new trainer
+            that resumes trains the remaining ones.
           eval_dataloader: an iterable of batches to evaluate on after each epoch.
           save_dir: a directory for checkpoints, which are named by their steps. If it has some, the
             run resumes from the newest.
@@ -238,7 +238,8 @@ class Trainer(ModelTrainer):
           load_scheduler: whether to load the position of the scheduler.
 
         Returns:
-          The state, its step, metrics and `extra`, and the paths that were loaded and were not.
+          The state, its step, metrics and `extra`, the paths that were loaded, and those that were
+          not.
         """
         wanted = {"optimizer": load_optimizer, "scheduler": load_scheduler}
         restored = setup.restore_parts(path, ".", self.state, **wanted)
@@ -300,7 +301,7 @@ class Trainer(ModelTrainer):
         self.tx = tx
 
     def _check_start(self, checkpoints: Checkpoints) -> None:
-        """Refuse to resume from a checkpoint in place of another state."""
+        """Refuse to resume from a checkpoint if the trainer has already trained to another step."""
         newest = checkpoints.latest_step()
         if self.state is self._first or newest in (None, int(self.state.step)):
             return
@@ -367,7 +368,7 @@ class Settings(NamedTuple):
     scheduler_step_per_batch: bool = True
 
 
-def read_config(config: Any) -> Settings:
+def read_settings(config: Any) -> Settings:
     """Read the settings of nested objects or mappings, or by dotted names."""
     values = {} if config is None else dict(_flatten("", config))
     known = [f"training.{name}" for name in Settings._fields]
@@ -380,11 +381,11 @@ def read_config(config: Any) -> Settings:
             f"{', '.join(others)}",
         )
     read = {name: values.get(f"training.{name}") for name in Settings._fields}
-    given: dict[str, Any] = {name: value for name, value in read.items() if value is not None}
-    settings = Settings(**given)
+    present: dict[str, Any] = {name: value for name, value in read.items() if value is not None}
+    settings = Settings(**present)
     for name in ("weight_decay", "max_grad_norm"):
-        if name in given:
-            read_positive(f"training.{name}", given[name], allow_zero=name == "weight_decay")
+        if name in present:
+            read_positive(f"training.{name}", present[name], allow_zero=name == "weight_decay")
     if not isinstance(settings.scheduler_step_per_batch, bool):
         got = tree.describe_value(settings.scheduler_step_per_batch)
         refuse("training.scheduler_step_per_batch", "True or False", got)
@@ -423,7 +424,7 @@ def make_optimizer(
 
 
 def _by_epoch(scheduler: Callable[[Any], Any], epoch_steps: int | None) -> Callable[[Any], Any]:
-    """Count epochs instead of steps; without their length, it is always the first."""
+    """Make a scheduler count epochs; if their length is unknown, it stays at the first."""
     return lambda count: scheduler(count // epoch_steps if epoch_steps else jnp.zeros_like(count))
 
 

@@ -15,7 +15,7 @@ from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.from_arguments import best_metric, precision
 from stepfold.adapter.loading import TrainingLoader
 from stepfold.adapter.optimizers import is_plateau, plateau_hook
-from stepfold.adapter.parts import Parts
+from stepfold.adapter.parts import RunParts
 from stepfold.adapter.steps import Step, StepWithHooks, call_evaluate
 from stepfold.core.validation import absolute_path, takes_any_keyword
 from stepfold.data.epochs import EpochEnds
@@ -37,7 +37,8 @@ from stepfold.tree import describe_value
 class Start(NamedTuple):
     """Where a run starts.
 
-    `source` is the argument that replaced the state, and `data` the position that it brings.
+    `source` is the argument that replaced the state, and `data` the data position that belongs to
+    it.
     """
 
     state: Any
@@ -47,7 +48,7 @@ class Start(NamedTuple):
 
 
 def find_start(
-    parts: Parts,
+    parts: RunParts,
     state: Any,
     source: str | None,
     replacements: Mapping[str, Any],
@@ -57,7 +58,8 @@ def find_start(
     """Find the state of a run and the position of its data.
 
     `replacements` are the arguments of `train` that replace the state, of which at most one is not
-    None; `source` is what has replaced it before. `is_first` says that the trainer has not run yet.
+    None. `source` is the argument that replaced it earlier, and `is_first` is True before the first
+    run.
     """
     own, arguments = parts.checkpoint_manager, parts.arguments
     folder, resume_from = arguments.checkpoints_dir, arguments.resume_from_checkpoint
@@ -93,12 +95,12 @@ def find_start(
     return Start(state, source, data, may_resume)
 
 
-def check_length(parts: Parts, more_steps: int | None) -> None:
+def check_length(parts: RunParts, more_steps: int | None) -> None:
     """Check that a run has data and an end."""
     loader = parts.dataloader_train
     if loader is None:
         refuse("dataset_train", "data to train on", "None")
-    has_end = parts.max_training_steps or more_steps or parts.plan.seconds is not None
+    has_end = parts.max_training_steps or more_steps or parts.sizes.seconds is not None
     if not has_end and getattr(loader, "endless", False):
         expected = "a number of steps for data without an end"
         refuse("max_steps", expected, "None", "give max_steps, or training_time_limit")
@@ -107,7 +109,7 @@ def check_length(parts: Parts, more_steps: int | None) -> None:
 # The arguments of `fit`
 
 
-def length_of(parts: Parts, more_steps: int | None) -> tuple[int | None, int | None]:
+def run_length(parts: RunParts, more_steps: int | None) -> tuple[int | None, int | None]:
     """Return the steps and the epochs of a run without `more_steps`."""
     steps, epochs = parts.max_training_steps, parts.arguments.num_train_epochs
     if more_steps is not None or steps is not None:
@@ -117,8 +119,8 @@ def length_of(parts: Parts, more_steps: int | None) -> tuple[int | None, int | N
     return None, epochs if epochs > 1 and not is_iterator else None
 
 
-def step_of(parts: Parts, trainer: trainer_hooks.Methods) -> Step:
-    """Return the training step with metrics, and with the methods of a subclass around it."""
+def make_fit_step(parts: RunParts, trainer: trainer_hooks.Methods) -> Step:
+    """Return the step for `fit`: with metrics, and with the methods of a subclass around it."""
     has_hooks = any(map(trainer.overrides, ("on_step_start", "on_step_end")))
     if (steps := parts.arguments.steps_per_call) > 1:
         if has_hooks:
@@ -133,19 +135,19 @@ def _unjitted(step: Step) -> Step:
     return getattr(step, "__wrapped__", step)
 
 
-def evaluations_of(parts: Parts, trainer: trainer_hooks.Methods) -> list[Evaluation]:
-    """Return the evaluation on the trainer's data, if there is one, and those that were given.
+def evaluations_of(parts: RunParts, trainer: trainer_hooks.Methods) -> list[Evaluation]:
+    """Return the evaluation on the trainer's data, if there is one, and its `evaluations`.
 
     An `evaluate` or `eval` of a subclass measures in place of the evaluation step.
     """
-    plan, loader, measure = parts.plan, parts.dataloader_eval, parts.metrics_step
+    sizes, loader, measure = parts.sizes, parts.dataloader_eval, parts.metrics_step
     own = next(filter(trainer.overrides, ("evaluate", "eval")), None)
     interval: dict[str, Any] = {
-        "every": plan.evaluation_every,
-        "every_epochs": plan.evaluation_every_epochs,
+        "every": sizes.evaluation_every,
+        "every_epochs": sizes.evaluation_every_epochs,
     }
     has_interval = any(interval.values())
-    if not plan.evaluates:
+    if not sizes.evaluates:
         return list(parts.evaluations)
     if own is not None and (loader is not None or has_interval):
         measure_by = lambda state: call_evaluate(trainer, state, state, method=own)
@@ -165,10 +167,10 @@ PRETRAINED = "pretrained"
 """The folder in `output_dir` for what a subclass's `save_pretrained` writes in a run."""
 
 
-def saves_of(parts: Parts, trainer: trainer_hooks.Methods) -> list[Evaluation]:
-    """Return the calls of a subclass's `save_pretrained`: those of the checkpoints, and the last.
+def saves_of(parts: RunParts, trainer: trainer_hooks.Methods) -> list[Evaluation]:
+    """Return evaluations that call `save_pretrained` of a subclass at checkpoints and at the end.
 
-    They are an evaluation without metrics, since that has the exact state of its step.
+    An evaluation gets the exact state of its step, and may return no metrics.
     """
     manager = parts.checkpoint_manager
     if manager is None or not trainer.overrides("save_pretrained"):
@@ -197,7 +199,7 @@ def saves_of(parts: Parts, trainer: trainer_hooks.Methods) -> list[Evaluation]:
 
 
 def _delete_old(folder: Path, step: int, keep: int | None) -> None:
-    """Delete the folder of a step that is saved again, and all but the latest of the others."""
+    """Make room for a step: delete its own folder, and the oldest beyond `keep`."""
     steps = sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
     others = [number for number in steps if number != step]
     old = [] if keep is None else others[: max(0, len(others) + 1 - keep)]
@@ -206,7 +208,7 @@ def _delete_old(folder: Path, step: int, keep: int | None) -> None:
 
 
 class _AroundStep(BaseHook):
-    """Keep the count of a step with hooks, and raise their exception at an event."""
+    """Restart the count of a `StepWithHooks`, and raise its pending exception at events."""
 
     def __init__(self, step: StepWithHooks) -> None:
         self._step = step
@@ -219,7 +221,7 @@ class _AroundStep(BaseHook):
 
 
 def make_hooks(
-    parts: Parts,
+    parts: RunParts,
     trainer: trainer_hooks.Methods,
     step: Step | None = None,
     *,
@@ -266,7 +268,7 @@ def _epoch_ends(trainer: trainer_hooks.Methods) -> EpochEnds:
     ends = getattr(trainer.dataloader_train, "epoch_ends", None)
     if ends is not None and trainer.arguments.per_epoch_training_steps is None:
         return ends  # type: ignore[no-any-return]
-    return EpochEnds.of_length(trainer.plan.epoch_steps or trainer.max_training_steps or 1)
+    return EpochEnds.of_length(trainer.sizes.epoch_steps or trainer.max_training_steps or 1)
 
 
 def stop_on_skipped(arguments: TrainingArguments) -> AnyHook:
@@ -277,9 +279,9 @@ def stop_on_skipped(arguments: TrainingArguments) -> AnyHook:
 
 
 def _check_evaluations(
-    parts: Parts, metric: str, evaluations: Sequence[Evaluation], name: str | None = None
+    parts: RunParts, metric: str, evaluations: Sequence[Evaluation], name: str | None = None
 ) -> None:
-    """Check that a metric of a field is measured in time.
+    """Check that evaluations measure the metric of a field early enough for it.
 
     Without a `name`, the field is the one that ends the run or ranks its checkpoints.
     """
@@ -317,7 +319,7 @@ def _expect_metric(metric: str) -> AnyHook:
 # Before a run
 
 
-def compile_steps(parts: Parts, state: Any) -> Parts:
+def compile_steps(parts: RunParts, state: Any) -> RunParts:
     """Compile the steps that there are data for."""
     if (steps := parts.arguments.steps_per_call) > 1:
         expected = "1 for compile_aot, which compiles a single step"

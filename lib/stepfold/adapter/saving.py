@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
-from stepfold.adapter.parts import Parts
+from stepfold.adapter.parts import RunParts
 from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.restore import restore
 from stepfold.checkpoint.safetensors import export_params
@@ -40,7 +40,7 @@ def path_and_state(*values: Any, default: Path | None = None) -> tuple[Path, Any
     return absolute_path("save_directory", paths[0]), next(iter(states), None)
 
 
-def is_saved(directory: Path, state: Any, step: int) -> bool:
+def holds_state(directory: Path, state: Any, step: int) -> bool:
     """Whether a directory has a checkpoint of this step with the values of this state."""
     if not open_store(directory).has_step(step):
         return False
@@ -62,7 +62,7 @@ def is_saved(directory: Path, state: Any, step: int) -> bool:
 
 
 def write_arguments(directory: str | Path, arguments: TrainingArguments) -> None:
-    """Write `arguments.json`; if one has no JSON, such as a schedule, the file names it instead."""
+    """Write `arguments.json`; if one has no JSON, such as a schedule, write that error instead."""
     try:
         text = arguments.to_json()
     except ConfigError as error:
@@ -180,7 +180,7 @@ def write_card(path: str | os.PathLike[str], text: str) -> None:
 
 
 def make_card(
-    parts: Parts,
+    parts: RunParts,
     history: Mapping[str, Sequence[float]],
     notes: Mapping[str, Any],
     stopped: object = None,

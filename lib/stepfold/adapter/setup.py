@@ -32,8 +32,8 @@ from stepfold.adapter.outputs import (
     TrainerConfigureModelOutput,
     TrainerOutput,
 )
-from stepfold.adapter.parts import Parts
-from stepfold.adapter.sizes import plan
+from stepfold.adapter.parts import RunParts
+from stepfold.adapter.sizes import compute_sizes
 from stepfold.adapter.steps import Step
 from stepfold.adapter.validation import check_config, check_functions
 from stepfold.checkpoint.names import NameMap
@@ -53,55 +53,55 @@ from stepfold.tree import describe_value
 
 
 def make_parts(
-    arguments: TrainingArguments, *, devices: Any, rules: Any = None, **given: Any
-) -> Parts:
-    """Check what a trainer is given; make processes, mesh, sizes, dtypes and trackers."""
-    functions = "loss_fn", "eval_loss_fn", "data_collator", "given_scheduler"
-    check_functions(**{name.removeprefix("given_"): given.get(name) for name in functions})
-    if given.get("names") is not None:
-        read_instance("names", given["names"], NameMap, "a NameMap")
-    flags = {"finetune", "stateful"} & given.keys()
-    check_flags(**{name: given[name] for name in sorted(flags)})
-    check_config(given.get("config"))
+    arguments: TrainingArguments, *, devices: Any, rules: Any = None, **options: Any
+) -> RunParts:
+    """Check the arguments of a trainer; make processes, mesh, sizes, dtypes and trackers."""
+    functions = "loss_fn", "eval_loss_fn", "data_collator", "scheduler_argument"
+    check_functions(**{name.removesuffix("_argument"): options.get(name) for name in functions})
+    if options.get("names") is not None:
+        read_instance("names", options["names"], NameMap, "a NameMap")
+    flags = {"finetune", "stateful"} & options.keys()
+    check_flags(**{name: options[name] for name in sorted(flags)})
+    check_config(options.get("config"))
     if rules is not None and not arguments.auto_shard_states:
         expected = "None with auto_shard_states=False, which replicates the state"
         refuse("rules", expected, describe_value(rules), "leave out one of them")
-    if not given.get("finetune", True):
-        given["initial"] = None
+    if not options.get("finetune", True):
+        options["initial"] = None
     start_processes(arguments)
     mesh = make_mesh(arguments, devices)
     names = "dataset_train", "dataset_eval"
-    train_examples, eval_examples = (length_of(given.get(name)) for name in names)
-    return Parts(
+    train_examples, eval_examples = (length_of(options.get(name)) for name in names)
+    return RunParts(
         arguments=arguments,
-        plan=plan(arguments, train_examples, eval_examples, mesh.size),
+        sizes=compute_sizes(arguments, train_examples, eval_examples, mesh.size),
         mesh=mesh,
         rules=sharding_rules(arguments) if rules is None else rules,
         logs_path=logs_of(arguments),
         pruning_module=arguments.pruning_module,
         dtype=precision(arguments).compute,
         param_dtype=jnp.dtype(arguments.param_dtype or "float32"),
-        **given,
+        **options,
     )
 
 
 # Outputs of the configure methods
 
 
-def with_dataloaders(parts: Parts, output: TrainerConfigureDataloaderOutput) -> Parts:
+def with_dataloaders(parts: RunParts, output: TrainerConfigureDataloaderOutput) -> RunParts:
     """Set the batches, and the number of steps."""
-    steps = output.max_training_steps or parts.plan.steps
+    steps = output.max_training_steps or parts.sizes.steps
     return replace(
         parts,
         dataloader_train=output.dataloader_train,
         dataloader_eval=output.dataloader_eval,
         max_training_steps=steps,
         max_evaluation_steps=output.max_evaluation_steps,
-        plan=parts.plan._replace(steps=steps),
+        sizes=parts.sizes._replace(steps=steps),
     )
 
 
-def with_model(parts: Parts, output: TrainerConfigureModelOutput) -> tuple[Parts, Any]:
+def with_model(parts: RunParts, output: TrainerConfigureModelOutput) -> tuple[RunParts, Any]:
     """Set the optimizer, and return the initial state with the parts."""
     state, tx = output.state, output.tx
     scheduler = output.scheduler or parts.scheduler  # that the method has assigned
@@ -128,8 +128,8 @@ def with_model(parts: Parts, output: TrainerConfigureModelOutput) -> tuple[Parts
 
 
 def with_functions(
-    parts: Parts, state: Any, output: TrainerConfigureFunctionOutput
-) -> tuple[Parts, Any]:
+    parts: RunParts, state: Any, output: TrainerConfigureFunctionOutput
+) -> tuple[RunParts, Any]:
     """Set the steps, the mesh and the checkpoints, and return the state on the mesh."""
     arguments = parts.arguments
     is_own_step = parts.own_step is not None and output.train_step_fn is parts.own_step
@@ -141,7 +141,7 @@ def with_functions(
         parts = replace(parts, mesh=output.mesh)
         state = copy_to(state, parts.shardings_of(state))
         parts = parts.with_state(state)
-    manager = output.checkpoint_manager or checkpoints(arguments, parts.plan)
+    manager = output.checkpoint_manager or checkpoints(arguments, parts.sizes)
     if manager is not None and manager.directory is None:
         if arguments.output_dir is None:
             advice = "give output_dir, or sf.Checkpoints('path', …)"
@@ -153,14 +153,14 @@ def with_functions(
 
 
 def optimizer_for(
-    parts: Parts, scheduler: optax.Schedule | None = None
+    parts: RunParts, scheduler: optax.Schedule | None = None
 ) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
-    """Make the optimizer and its schedule of the arguments, or return those that were given."""
-    scheduler = parts.given_scheduler if scheduler is None else scheduler
-    return optimizer_of(parts.arguments, parts.max_training_steps, parts.given_tx, scheduler)
+    """Return the optimizer and the schedule of the trainer, by default made from its arguments."""
+    scheduler = parts.scheduler_argument if scheduler is None else scheduler
+    return optimizer_of(parts.arguments, parts.max_training_steps, parts.tx_argument, scheduler)
 
 
-def jit_steps(parts: Parts) -> tuple[Step, Step]:
+def jit_steps(parts: RunParts) -> tuple[Step, Step]:
     """Jit the steps that `make_steps` makes; the trackers count how often each is compiled."""
     train_step, eval_step = make_steps(parts)
     shardings = (parts.state_shardings, None) if parts.sharded_mesh else None
@@ -169,7 +169,7 @@ def jit_steps(parts: Parts) -> tuple[Step, Step]:
     return train_step, jax.jit(parts.evalu_tracker.track(eval_step))
 
 
-def make_steps(parts: Parts) -> tuple[Step, Step]:
+def make_steps(parts: RunParts) -> tuple[Step, Step]:
     """Make the training step and the evaluation step, neither of them jitted.
 
     A NaN or inf in the loss or the gradients leaves the state unchanged, so that it can be saved.
@@ -187,7 +187,7 @@ def make_steps(parts: Parts) -> tuple[Step, Step]:
     train_step = make_train_step(
         unpadded(make_loss(arguments, loss_fn, parts.sharded_mesh)),
         parts.tx,
-        accumulate=parts.plan.accumulate,
+        accumulate=parts.sizes.accumulate,
         remat=None if policy == "none" else policy,
         skip_nonfinite=True,
         **options,
@@ -235,7 +235,7 @@ def _check_model(model: Any) -> None:
 
 
 def first_state(
-    parts: Parts, model: Any, initial: Any, tx: optax.GradientTransformation | None
+    parts: RunParts, model: Any, initial: Any, tx: optax.GradientTransformation | None
 ) -> Any:
     """Make the state of a run from an init function, parameters or a state. All arrays are copied.
 
@@ -299,9 +299,9 @@ def load_weights(
 ) -> tuple[Any, list[str], dict[str, str]]:
     """Load all parameters from safetensors, or those that fit from a checkpoint.
 
-    Without a path, nothing is loaded. `folder` is that of the checkpoints in a run, and `names`
-    maps those of safetensors. Returns the state, the paths of the loaded parameters, and by path
-    why others were not.
+    Without a path, nothing is loaded. `folder` has the checkpoints of a run. `names` maps paths to
+    names in safetensors. Returns the state, the paths of the loaded parameters, and the reason for
+    each other path.
     """
     if path is None:
         return state, [], {}
@@ -320,7 +320,7 @@ def load_weights(
 def find_checkpoint(path: str | Path, folder: str) -> tuple[str, int | None]:
     """Return the directory or URL of the steps, and the step if the path is that of one.
 
-    The path is that of a run, with its checkpoints in `folder`, of these, or of one step.
+    The path is a run with checkpoints in `folder`, a directory of checkpoints, or one step.
     """
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
         refuse("checkpoint", "a path", repr(path), "give the folder of a step")

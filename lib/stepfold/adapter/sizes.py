@@ -11,11 +11,11 @@ from stepfold.adapter.fields import seconds
 from stepfold.errors import refuse
 
 
-class Plan(NamedTuple):
+class Sizes(NamedTuple):
     """The sizes and intervals of a run. None is unknown, or not set.
 
     >>> arguments = TrainingArguments(per_device_train_batch_size=4, num_train_epochs=2)
-    >>> sizes = plan(arguments, train_examples=100, devices=8)
+    >>> sizes = compute_sizes(arguments, train_examples=100, devices=8)
     >>> sizes.train_batch, sizes.epoch_steps, sizes.steps
     (32, 3, 6)
     """
@@ -37,19 +37,19 @@ class Plan(NamedTuple):
     seconds: float | None  # the time limit
 
 
-def plan(
+def compute_sizes(
     arguments: TrainingArguments,
     train_examples: int | None = None,
     eval_examples: int | None = None,
     devices: int | Sequence[jax.Device] | None = None,
-) -> Plan:
+) -> Sizes:
     """Compute the sizes and intervals of a run.
 
     Sizes per device are multiplied by `devices`, or their number; by default all devices of jax.
     Numbers that do not fit together, or fractions of an unknown number, are a ConfigError.
 
     >>> arguments = TrainingArguments(total_batch_size=32, num_train_epochs=3, log_steps=0.1)
-    >>> sizes = plan(arguments, train_examples=1_000)
+    >>> sizes = compute_sizes(arguments, train_examples=1_000)
     >>> sizes.epoch_steps, sizes.steps, sizes.log_steps
     (31, 93, 9)
     """
@@ -82,7 +82,7 @@ def plan(
     log_steps = _to_steps(arguments, "log_steps", steps)
     report_steps = arguments.report_steps or log_steps
     limit = arguments.training_time_limit
-    return Plan(
+    return Sizes(
         train_batch=train_batch,
         eval_batch=eval_batch,
         accumulate=accumulate,

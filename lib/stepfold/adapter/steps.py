@@ -25,7 +25,7 @@ Step = Callable[[Any, Any], Any]
 
 
 def make_state_type(tx: optax.GradientTransformation) -> type[TrainState]:
-    """Make a `TrainState` with the methods of flax's that update it by an optimizer."""
+    """Make a subclass of `TrainState` with flax's `apply_gradients`."""
     update = as_optimizer(tx).update
 
     class State(TrainState):
@@ -46,7 +46,7 @@ def make_state_type(tx: optax.GradientTransformation) -> type[TrainState]:
 
 def as_train_step(step: Step) -> Step:
     """Turn the numbers of a training step into metrics weighted by the examples of the batch."""
-    if isinstance(step, CompiledStep):  # whose metrics are some already
+    if isinstance(step, CompiledStep):  # its metrics are weighted already
         return step
 
     def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, "Metric"]]:
@@ -150,7 +150,7 @@ class StepWithHooks:
         self._pending: BaseException | None = None
 
     def restart(self, step: int) -> None:
-        """Count from another step on."""
+        """Start counting at a step."""
         self._steps_done = step
 
     def lower(self, state: Any, batch: Any) -> Any:

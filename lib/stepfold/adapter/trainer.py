@@ -29,15 +29,15 @@ from stepfold.adapter.outputs import (
     TrainerConfigureModelOutput,
     TrainerOutput,
 )
-from stepfold.adapter.parts import Part, Parts
-from stepfold.adapter.sizes import Plan
+from stepfold.adapter.parts import RunPart, RunParts
+from stepfold.adapter.sizes import Sizes
 from stepfold.adapter.validation import check_functions, check_list, check_methods
 from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.policy import save
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import is_available
 from stepfold.core.validation import absolute_path, read_function, read_instance, refuse_unknown
-from stepfold.errors import ConfigError, refuse
+from stepfold.errors import ConfigError, refuse, warn
 from stepfold.hooks.weights import weight_statistics
 from stepfold.inspect.flops import count, estimate
 from stepfold.loop.evaluate import Evaluation, evaluate
@@ -50,7 +50,7 @@ from stepfold.runs.info import move_previous_run
 from stepfold.runs.predict import predict
 
 # Arguments of other trainers, and what to write here.
-_ELSEWHERE = {
+OTHER_LIBRARIES = {
     "args": "write arguments=…",
     "compute_metrics": "return metrics from the loss function, as {'name': sf.mean(values, mask)}",
     "eval_dataset": "write dataset_eval=…",
@@ -77,7 +77,7 @@ class Trainer:
       model_state: the state; `state` and `_model_state` are the same.
       mesh: the mesh of the devices.
       tx, scheduler: the optimizer, which is also `optimizer`, and its schedule.
-      plan: the numbers of the run: batch sizes, steps, intervals.
+      sizes: the `Sizes` of the run: batch sizes, steps, intervals.
       training_batch_size, evaluation_batch_size: the examples of a batch, over all devices.
       history: the metrics of the run, as of `fit`; `epoch_history` has them by epoch.
       stopped: why the last run ended.
@@ -98,14 +98,16 @@ class Trainer:
     """
 
     # On the class, so that a subclass may also inherit from an abstract class with these.
-    arguments, plan, mesh, rules, logs_path = Part(), Part(), Part(), Part(), Part()
-    model, config, data_collator, finetune, stateful = Part(), Part(), Part(), Part(), Part()
-    dataset_train, dataset_eval, dataloader_train, dataloader_eval = Part(), Part(), Part(), Part()
-    max_training_steps, max_evaluation_steps = Part(), Part()
-    loss_fn, eval_loss_fn, tx, scheduler, pruning_module = Part(), Part(), Part(), Part(), Part()
-    evaluations, hooks, callbacks, watchers = Part(), Part(), Part(), Part()
-    checkpoint_manager, train_tracker, evalu_tracker = Part(), Part(), Part()
-    dtype, param_dtype, memory_monitor, state_shape = Part(), Part(), Part(), Part()
+    arguments, sizes, mesh, rules, logs_path = RunPart(), RunPart(), RunPart(), RunPart(), RunPart()
+    model, config, data_collator, finetune = RunPart(), RunPart(), RunPart(), RunPart()
+    stateful, dataset_train, dataset_eval = RunPart(), RunPart(), RunPart()
+    dataloader_train, dataloader_eval = RunPart(), RunPart()
+    max_training_steps, max_evaluation_steps = RunPart(), RunPart()
+    loss_fn, eval_loss_fn, tx, scheduler = RunPart(), RunPart(), RunPart(), RunPart()
+    pruning_module, evaluations, hooks, callbacks = RunPart(), RunPart(), RunPart(), RunPart()
+    watchers, checkpoint_manager, train_tracker = RunPart(), RunPart(), RunPart()
+    evalu_tracker, dtype, param_dtype = RunPart(), RunPart(), RunPart()
+    memory_monitor, state_shape = RunPart(), RunPart()
     state_shardings = state_named_sharding = property(
         attrgetter("_parts.state_shardings"), doc="The sharding of each leaf of the state."
     )
@@ -120,21 +122,21 @@ class Trainer:
         doc="The mesh, or None if it is jax's default device alone, which needs no shardings.",
     )
     training_batch_size = property(
-        attrgetter("plan.train_batch"), doc="The examples of a training batch, over all devices."
+        attrgetter("sizes.train_batch"), doc="The examples of a training batch, over all devices."
     )
     evaluation_batch_size = property(
-        attrgetter("plan.eval_batch"), doc="The examples of an evaluation batch, over all devices."
+        attrgetter("sizes.eval_batch"), doc="The examples of an evaluation batch, over all devices."
     )
-    optimizer = Part("tx")
-    train_step_fn = sharded_training_step_function = Part("train_step", Parts.with_train_step)
-    eval_step_fn = sharded_evaluation_step_function = Part("eval_step", Parts.with_eval_step)
+    optimizer = RunPart("tx")
+    train_step_fn = sharded_training_step_function = RunPart("train_step", RunParts.with_train_step)
+    eval_step_fn = sharded_evaluation_step_function = RunPart("eval_step", RunParts.with_eval_step)
     # Of the last run.
     result: FitResult | None = None
     stopped: str | None = None
     watched_step = 0  # of the last `log_watchers`
     _run_hooks: Sequence[AnyHook] = ()
     _best_states: Mapping[str, Any] = {}  # by hook: the step and state, or None
-    _state_source: str | None = None  # what has replaced the state since then
+    _state_source: str | None = None  # the argument that replaced the state since then
     best = property(
         lambda self: getattr(self.result, "best", None),
         doc="The step of the best checkpoint of the last run, or None.",
@@ -207,7 +209,7 @@ class Trainer:
           ConfigError: if an argument is not as described.
         """
         known = [*inspect.signature(Trainer.__init__).parameters][1:-1]
-        refuse_unknown(type(self).__name__, deprecated_kwargs, known, _ELSEWHERE)
+        refuse_unknown(type(self).__name__, deprecated_kwargs, known, OTHER_LIBRARIES)
         expected = "TrainingArguments"
         arguments = read_instance("arguments", arguments, TrainingArguments, expected)
         check_methods(self)
@@ -226,8 +228,8 @@ class Trainer:
             loss_fn=loss_fn,
             eval_loss_fn=eval_loss_fn,
             stateful=stateful,
-            given_tx=tx,
-            given_scheduler=scheduler,
+            tx_argument=tx,
+            scheduler_argument=scheduler,
             evaluations=check_list("evaluations", evaluations, "sf.Evaluation(…)", Evaluation),
             hooks=check_list("hooks", hooks, "functions of an event", others=(Hook, Sink)),
             callbacks=check_list("callbacks", callbacks, "functions (trainer, epoch, metrics)"),
@@ -240,6 +242,9 @@ class Trainer:
 
     def __getattr__(self, name: str) -> Any:
         error = AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name == "plan" and "_parts" in vars(self):
+            warn("Trainer.plan is now Trainer.sizes", DeprecationWarning)
+            return self.sizes
         if name == "left":
             error = AttributeError("Trainer.left is now Trainer.not_loaded")
         elif "_parts" not in vars(self) and not name.startswith("__"):
@@ -249,13 +254,13 @@ class Trainer:
         raise error
 
     def _complete(self) -> None:
-        """Make the parts of a subclass whose `__init__` assigns its own, without `super()`."""
+        """Make the parts of a subclass whose `__init__` does not call `super().__init__`."""
         own = vars(self)
         if "_parts" in own or "arguments" not in own:
             return
         state, names = own.get("_state"), ("model", "dataset_train", "dataset_eval")
-        given: dict[str, Any] = {name: own.get(name) for name in names}
-        Trainer.__init__(self, own["arguments"], **given)
+        options: dict[str, Any] = {name: own.get(name) for name in names}
+        Trainer.__init__(self, own["arguments"], **options)
         if state is not None:
             self.set_state(state)
 
@@ -280,13 +285,13 @@ class Trainer:
 
     def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
         """Make batches of the datasets, and count the steps."""
-        plan, data, train, evaluation = self.plan, self.dataset_train, None, None
+        sizes, data, train, evaluation = self.sizes, self.dataset_train, None, None
         if data is not None:
             collect = self._collect_of(data)
-            train = loading.training_batches(self.arguments, plan, data, collect)
+            train = loading.training_batches(self.arguments, sizes, data, collect)
         if self.dataset_eval is not None:
-            evaluation = self._evaluation_batches(self.dataset_eval, plan)
-        return TrainerConfigureDataloaderOutput(train, plan.steps, evaluation, plan.eval_steps)
+            evaluation = self._evaluation_batches(self.dataset_eval, sizes)
+        return TrainerConfigureDataloaderOutput(train, sizes.steps, evaluation, sizes.eval_steps)
 
     def configure_model(self) -> TrainerConfigureModelOutput:
         """Make the optimizer, its schedule, and the state."""
@@ -301,12 +306,12 @@ class Trainer:
         parts = self._parts
         train_step, eval_step = setup.jit_steps(parts)
         self._parts = replace(parts, own_step=train_step)
-        manager = from_arguments.checkpoints(self.arguments, parts.plan)
+        manager = from_arguments.checkpoints(self.arguments, parts.sizes)
         return TrainerConfigureFunctionOutput(train_step, parts.mesh, manager, eval_step)
 
     def _collect_of(self, dataset: Any) -> loading.Collect | None:
         """Return the function from a list of examples to a batch; None stacks them."""
-        loading.check_examples(dataset)
+        loading.refuse_batches(dataset)
         kind = "tfds_" if hasattr(dataset, "as_numpy_iterator") else ""
         kind = "grain_" if self.arguments.use_grain else kind
         names = [f"create_{kind}collect_function", "create_collect_function"]
@@ -318,9 +323,9 @@ class Trainer:
             loading.warn_of_batches(dataset)
         return loading.collect_of(self.arguments, collator, make, is_own=own is not None)
 
-    def _evaluation_batches(self, dataset: Any, plan: Plan) -> loading.EvaluationLoader:
+    def _evaluation_batches(self, dataset: Any, sizes: Sizes) -> loading.EvaluationLoader:
         collect, mesh = self._collect_of(dataset), self._parts.sharded_mesh
-        return loading.evaluation_batches(self.arguments, plan, dataset, collect, mesh)
+        return loading.evaluation_batches(self.arguments, sizes, dataset, collect, mesh)
 
     def create_collect_function(
         self, max_sequence_length: int | None = None, truncation_mode: str = "keep_end"
@@ -347,7 +352,7 @@ class Trainer:
         more_steps: int | None = None,
         **unknown: Any,
     ) -> TrainerOutput:
-        """Do the whole run, or the rest of it after the newest checkpoint in `output_dir`.
+        """Train to the end of the run, from the newest checkpoint in `output_dir` if there is one.
 
         A NaN or inf in the loss, the time limit, a signal, or an exception in a method or hook ends
         the run after a save. Signals and exceptions are raised after the save, as by `fit`.
@@ -366,7 +371,7 @@ class Trainer:
         """
         self._complete()
         known = [*inspect.signature(Trainer.train).parameters][1:-1]
-        refuse_unknown("train", unknown, known, _ELSEWHERE)
+        refuse_unknown("train", unknown, known, OTHER_LIBRARIES)
         if not self.arguments.do_train:
             return self._output("do_train is False")
         run.check_length(self._parts, more_steps)
@@ -406,7 +411,7 @@ class Trainer:
     def _fit(self, more_steps: int | None, *, resume: bool) -> FitResult:
         """Run the steps, with evaluations, hooks and checkpoints."""
         arguments, parts = self.arguments, self._parts
-        step, evaluations = run.step_of(parts, self), run.evaluations_of(parts, self)
+        step, evaluations = run.make_fit_step(parts, self), run.evaluations_of(parts, self)
         hooks = run.make_hooks(parts, self, step, evaluations=evaluations)
         self._best_states = best = dict[str, Any]()
         self._run_hooks = [trainer_hooks.note_best_state(hook, best) for hook in hooks]
@@ -421,7 +426,7 @@ class Trainer:
             saving.write_arguments(folder, arguments)
             saving.write_metadata(folder, parts.metadata)
         has_report = self.writer is not None and "jsonl" in arguments.report_to
-        length, epochs = run.length_of(parts, more_steps)
+        length, epochs = run.run_length(parts, more_steps)
         logs = self.logs_path if has_report else None  # the report is drawn from the JSON lines
         directory = RunDirectory(logs, config=from_arguments.config_of(arguments))
         return fit(  # without `**`, since a tuple of its arguments would keep the state
@@ -435,10 +440,10 @@ class Trainer:
             evaluation=evaluations,
             checkpoints=self.checkpoint_manager,
             hooks=self._run_hooks,
-            log_every=self.plan.log_every,
+            log_every=self.sizes.log_every,
             resume=resume,
             steps_per_call=arguments.steps_per_call,
-            time_limit=self.plan.seconds,
+            time_limit=self.sizes.seconds,
         )
 
     def _take_state(self) -> Any:
@@ -480,7 +485,7 @@ class Trainer:
         for name in ("loss", "train/loss"):
             if not np.isfinite(numbers.get(name, 0.0)):
                 raise StopTraining(f"{name} is {float(numbers[name])}", "nonfinite")
-        limit = self.plan.seconds
+        limit = self.sizes.seconds
         if limit is not None and self.timer.running("train") >= limit:
             raise StopTraining(f"the time limit of {limit:g} s was reached", "time_limit")
         return metrics
@@ -510,8 +515,9 @@ class Trainer:
         """Show metrics on a bar every `log_steps`, and write them every `report_steps`.
 
         A run calls this at each log point and after each evaluation. Metrics of evaluations and of
-        the last step are always shown and written. With the interval of the log points, the others
-        are at every call, because the end of an epoch is a log point and need not be a multiple.
+        the last step are always shown and written. If the interval is that of the log points,
+        others are shown or written at every call: the end of an epoch is a log point too, and need
+        not be a multiple.
 
         Args:
           metrics: numbers by name; a name without a prefix gets that of the mode, such as `train/`.
@@ -529,10 +535,10 @@ class Trainer:
             if "mlperf" not in name
         }
         without_norms = {name: x for name, x in numbers.items() if "grad_norm" not in name}
-        if update_progress and pbar is not None and self._is_due(step, self.plan.log_steps, mode):
+        if update_progress and pbar is not None and self._is_due(step, self.sizes.log_steps, mode):
             pbar.set_postfix(dict(without_norms))
             pbar.update(step - getattr(pbar, "step", getattr(pbar, "n", 0)))
-        is_due = force_report or self._is_due(step, self.plan.report_steps, mode)
+        is_due = force_report or self._is_due(step, self.sizes.report_steps, mode)
         if log_to_backends and is_due:
             self._write(step, numbers if self.arguments.log_grad_norms else without_norms)
 
@@ -549,7 +555,7 @@ class Trainer:
         In a run it is called at each log point, with the state of exactly that step.
 
         Raises:
-          ConfigError: if a watcher returns something else than numbers.
+          ConfigError: if a watcher returns anything but numbers.
         """
         since = self.watched_step if self.watched_step < step else step - 1
         self.watched_step = step
@@ -590,8 +596,8 @@ class Trainer:
         """Evaluate a state on each batch of the evaluation data.
 
         A run calls the method of a subclass that does not override `evaluate`. It may return a
-        dict, or yield one for each batch, whose means a run logs: with metrics such as
-        `sf.mean(values, mask)` instead of numbers they are exact.
+        dict, or yield one for each batch. The run logs the means over batches. They are exact for
+        metrics such as `sf.mean(values, mask)`, and not for numbers of unequal batches.
         """
         for batch in self.eval_batches():
             metrics = evaluate(self._eval_step(), setup.state_of(model_state), [batch])
@@ -606,12 +612,12 @@ class Trainer:
     ) -> Any:
         """Return the outputs for every example of a dataset, in order, as `sf.predict` does.
 
-        `function` is `(params, batch) -> outputs`, as what the loss function computes the loss
-        from. With `to`, a folder, they are written to files, whose paths are returned.
+        `function` is `(params, batch) -> outputs`, such as the model that the loss function calls.
+        With a folder `to`, outputs are written to files, and the paths of these are returned.
         """
         function = read_function("function", function, "a function (params, batch) -> outputs")
-        plan = self.plan._replace(eval_steps=None)
-        batches = iter(self._evaluation_batches(dataset, plan))
+        sizes = self.sizes._replace(eval_steps=None)
+        batches = iter(self._evaluation_batches(dataset, sizes))
         params = getattr(self.state, "params", self.state)
         return predict(function, params, batches, to=to)
 
@@ -619,8 +625,8 @@ class Trainer:
         """Return the batches of an evaluation, after `start_evaluation_hook`."""
         self.start_evaluation_hook()
         if dataset is not None:
-            plan = self.plan._replace(eval_steps=self.arguments.max_evaluation_steps)
-            return iter(self._evaluation_batches(dataset, plan))
+            sizes = self.sizes._replace(eval_steps=self.arguments.max_evaluation_steps)
+            return iter(self._evaluation_batches(dataset, sizes))
         loader = self.dataloader_eval
         if loader is None:
             refuse("dataset_eval", "data to evaluate on", "None")
@@ -637,8 +643,8 @@ class Trainer:
     def calculate_number_total_flops(self, params: Any, is_training: bool = True) -> int:
         """Count the floating-point operations of a step on all devices.
 
-        After `compile_aot` it is the count of matrix products and convolutions in the compiled
-        step, and before the estimate of 6 for each parameter and token in training, 2 in an
+        After `compile_aot`, this counts the matrix products and convolutions in the compiled step.
+        Before, it estimates 6 operations for each parameter and token in training, and 2 in an
         evaluation.
         """
         train_step = self.sharded_training_step_function
@@ -677,11 +683,11 @@ class Trainer:
         """Save a state with arguments and data position, to resume from, or parameters for torch.
 
         Both `save_pretrained(path, state)` and `(state, save_directory=path)` work. Without a
-        state it is the trainer's. `to_torch` writes the parameters alone, as safetensors that torch
-        loads, with the `names` of the trainer. `easystate_to_huggingface_model_kwargs` may have
-        other `names`, also as names in torch by path, and `torch_save_pretrained_kwargs` the
+        state, the trainer's is saved. `to_torch` writes the parameters alone, as safetensors that
+        torch loads, with the `names` of the trainer. `easystate_to_huggingface_model_kwargs` may
+        have other `names`, also as names in torch by path, and `torch_save_pretrained_kwargs` the
         `metadata` of the file. The `metadata` of the trainer are written too. `gather_fns` must be
-        None. Without a path it is `output_dir/pretrained`. A state that is there already is not
+        None. The default path is `output_dir/pretrained`. A state that is there already is not
         saved again; another state of the same step is refused. Returns the folder of the
         checkpoint, or that of the safetensors.
 
@@ -710,7 +716,7 @@ class Trainer:
         saving.write_arguments(path, self.arguments)
         saving.write_metadata(path, self._parts.metadata)
         metrics = {name: curve[-1] for name, curve in self.history.items() if len(curve)}
-        if not saving.is_saved(path, state, step):
+        if not saving.holds_state(path, state, step):
             save(path, state, step=step, data=data, metrics=metrics)
         return path / str(step)
 
@@ -775,12 +781,12 @@ class Trainer:
 
     @property
     def state(self) -> Any:
-        """The state. One that is assigned starts the next run, which donates it."""
+        """The state. Assign one to start the next run from it; the run donates it."""
         return self._state
 
     @state.setter
     def state(self, state: Any) -> None:
-        parts: Parts | None = vars(self).get("_parts")
+        parts: RunParts | None = vars(self).get("_parts")
         self._state = state if parts is None else parts.bind(state)
         self._state_source = "state"
 
@@ -812,7 +818,7 @@ class Trainer:
     # Helpers
 
     def make_optimizer(self, scheduler: Any = None) -> tuple[Any, Any]:
-        """Make the optimizer and its schedule of the arguments, or return those that were given."""
+        """Return the optimizer and the schedule, by default made from the arguments."""
         return setup.optimizer_for(self._parts, scheduler)
 
     def set_state(self, state: Any) -> None:
@@ -826,8 +832,8 @@ class Trainer:
 
     def _is_due(self, step: int, interval: int, mode: str) -> bool:
         """Whether to show or write metrics: those of evaluations always, others at an interval."""
-        is_every_log_point = interval == self.plan.log_every
-        is_last = step in (self.plan.steps, getattr(self._run_hook, "last_step", None))
+        is_every_log_point = interval == self.sizes.log_every
+        is_last = step in (self.sizes.steps, getattr(self._run_hook, "last_step", None))
         return mode != "train" or is_every_log_point or step % interval == 0 or is_last
 
     def _eval_step(self) -> Any:

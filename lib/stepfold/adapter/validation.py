@@ -27,17 +27,6 @@ def check_combinations(a: Any) -> None:
                     f"{name}={getattr(a, name)!r:.60} has no effect with {other}={value!r}; "
                     f"change {other}, or leave {name} out"
                 )
-    if not a.save_optimizer_state:
-        raise ConfigError(
-            "save_optimizer_state=False: a checkpoint holds the whole state, which a resume needs; "
-            "leave it out, and write parameters alone with save_pretrained or "
-            "sf.checkpoint.export_params"
-        )
-    if a.remove_ckpt_after_load:
-        raise ConfigError(
-            "remove_ckpt_after_load=True: the checkpoint that was loaded is the only one until the "
-            "next is on disk; write save_total_limit=1, which deletes it then"
-        )
     check_scheduler_options(a.scheduler or "none", a.scheduler_kwargs)
     check_optimizer_options(a.optimizer, a.extra_optimizer_kwargs)
     conflicts = _conflicts_of_optimizer(a), _conflicts_of_data(a), _conflicts_of_output(a)
@@ -148,12 +137,12 @@ _SETTINGS = ("weight_decay", "max_grad_norm", "scheduler_step_per_batch")
 def check_config(config: Any) -> None:
     """Refuse a `config` with settings of the training, as qurious has, or of TrainingArguments."""
     values, training = _attributes(config), _attributes(_attributes(config).get("training"))
-    found = [name for name in _SETTINGS if name in training or f"training.{name}" in values]
-    if found or hasattr(config, "num_train_epochs"):
+    settings = [name for name in _SETTINGS if name in training or f"training.{name}" in values]
+    if settings or hasattr(config, "num_train_epochs"):
         expected = "the configuration of the model"
-        got = f"training.{found[0]}" if found else tree.describe_value(config)
+        got = f"training.{settings[0]}" if settings else tree.describe_value(config)
         advice = "settings of the training are fields of TrainingArguments, such as max_grad_norm"
-        if found == ["scheduler_step_per_batch"]:
+        if settings == ["scheduler_step_per_batch"]:
             advice = "a schedule counts steps; for one of epochs give custom_scheduler"
         refuse("config", expected, got, advice)
 
@@ -179,7 +168,7 @@ _METHODS = {
 def check_methods(trainer: Any) -> None:
     """Warn of a method of another library's trainer that a run does not call.
 
-    A subclass that overrides the method in its place may call it itself.
+    There is no warning if a subclass overrides the method in its place, which may call it.
     """
     kind = type(trainer)
     for ours, names in _METHODS.items():
@@ -205,7 +194,7 @@ def check_list(
     kind: type | None = None,
     others: tuple[type, ...] = (),
 ) -> list[Any]:
-    """Return a list of values of a type, or without a type of functions; or of other types."""
+    """Check that values are of type `kind` (functions if it is None) or of `others`."""
     if not isinstance(values, list | tuple):
         refuse(name, f"a list of {expected}", tree.describe_value(values))
     for index, value in enumerate(values):

@@ -1,4 +1,9 @@
-"""Checkpoints that are verified when read, and parameters as safetensors."""
+"""Checkpoints that are verified when read, and parameters as safetensors.
+
+`policy.py` says when to save and what to keep, and `series.py` does it. `writer.py` writes a step,
+with the checksums in `manifest.py`. `restore.py` finds a step and makes a state of it, and
+`arrays.py` reads its arrays and compares the checksums. `tier.py` has steps in the memory of hosts.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -125,7 +125,7 @@ def _diff(store: Store, old: int, new: int) -> int:
         arrays = []
         for step in (old, new):
             try:
-                arrays.append(store.open_arrays(step, manifests[step]).whole(name))
+                arrays.append(store.open_arrays(step, manifests[step]).read_leaf(name))
             except CheckpointError as error:
                 raise type(error)(f"step {step}: {error}") from error
         if change := _change(was, *arrays):

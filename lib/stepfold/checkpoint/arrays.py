@@ -30,7 +30,7 @@ from stepfold.checkpoint.leaves import (
     within,
 )
 from stepfold.checkpoint.manifest import FILES, STATE, DamageError, Manifest, stream_path
-from stepfold.checkpoint.tier_file import Location, Source
+from stepfold.checkpoint.tier_file import Location, StepLocations
 from stepfold.errors import CheckpointError, refuse
 from stepfold.internals import texts
 
@@ -71,12 +71,12 @@ class ArrayReader:
                 problems.append(error)
         return problems
 
-    def whole(self, name: str) -> np.ndarray:
+    def read_leaf(self, name: str) -> np.ndarray:
         """Read an entire leaf."""
-        (array,) = self.parts(name, [region((), self._leaves[name].shape)]).values()
+        (array,) = self.read_regions(name, [region((), self._leaves[name].shape)]).values()
         return array
 
-    def parts(self, name: str, wanted: Sequence[Region]) -> dict[Region, np.ndarray]:
+    def read_regions(self, name: str, wanted: Sequence[Region]) -> dict[Region, np.ndarray]:
         """Read distinct regions of a leaf, each into its own array; raise on damage."""
         leaf = self._leaves[name]
         if 0 in leaf.shape:  # orbax stores nothing for empty arrays
@@ -152,7 +152,7 @@ class ArrayReader:
             raise self._error(name, error) from error
         stored = Leaf(tuple(store.shape), store.dtype.numpy_dtype.name)
         chunk = store.chunk_layout.read_chunk.shape or ()
-        if any((size or 0) > whole for size, whole in zip(chunk, store.shape, strict=False)):
+        if any((size or 0) > limit for size, limit in zip(chunk, store.shape, strict=False)):
             # tensorstore would allocate a whole chunk, and abort the process if it cannot.
             refuse(name, f"chunks within {stored}", "larger ones", kind=DamageError)
         if stored != leaf._replace(key=None):
@@ -199,17 +199,17 @@ class TierReader(ArrayReader):
     ) -> None:
         self._leaves, self._shards = contents.leaves, contents.shards
         self._fetch, self._where = fetch, where
-        self._source: Source = contents.source
+        self._location: StepLocations = contents.location
 
     def _open_array(self, name: str) -> dict[Region, list[Location]]:
-        return self._source.slices[name]
+        return self._location.slices[name]
 
     def _read(self, store: dict[Region, list[Location]], name: str, part: Region) -> np.ndarray:
         label = f"{name}[{', '.join(f'{start}:{stop}' for start, stop in part)}]"
         return self._first_good(label, self._shards[name][part], store[part])
 
     def _read_stored(self, name: str, stored: StoredArray) -> np.ndarray:
-        locations = self._source.streams[stored.stream]
+        locations = self._location.streams[stored.stream]
         moved = [where._replace(offset=where.offset + stored.offset) for where in locations]
         return self._first_good(name, stored, moved)
 

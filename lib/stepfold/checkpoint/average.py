@@ -68,7 +68,9 @@ def average_checkpoints(
         candidates([store], number)  # raises if the step is missing
     with agreement(f"{store.location}: the average cannot be read"):
         manifests = {number: store.read_manifest(number) for number in numbers}
-        branches = {number: _branch(found.leaves, part) for number, found in manifests.items()}
+        branches = {
+            number: _branch(contents.leaves, part) for number, contents in manifests.items()
+        }
         first = branches[numbers[0]]
         for number, leaves in branches.items():
             _check_equal(first, leaves, f"{store.path_of(number)}: {part}", numbers[0])
@@ -80,8 +82,8 @@ def average_checkpoints(
             where = f"{store.path_of(numbers[0])}: {part}"
             match(first, like, where=where, advice=lambda _: "")
         readers = {
-            store.path_of(number): store.open_arrays(number, found)
-            for number, found in manifests.items()
+            store.path_of(number): store.open_arrays(number, contents)
+            for number, contents in manifests.items()
         }
         average_leaves = []
         for name, wanted in tree.named_leaves(like):
@@ -124,7 +126,7 @@ def _means(
     totals: dict[Region, np.ndarray] = {}
     for path, reader in readers.items():
         try:
-            arrays = reader.parts(name, regions)
+            arrays = reader.read_regions(name, regions)
         except CheckpointError as error:
             raise type(error)(f"{path}: {error}") from error
         for region, array in arrays.items():

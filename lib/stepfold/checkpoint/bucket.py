@@ -110,7 +110,7 @@ class BucketStore(Bucket):
             processes = self._read_processes(step, commit, len(commit["manifests"]))
             metadata = self._metadata(step, commit, processes[0])
             merged = manifest.merge_processes(processes, metadata)
-            return merged._replace(source=(commit["folder"], commit["object_bytes"]))
+            return merged._replace(location=(commit["folder"], commit["object_bytes"]))
 
     def open_arrays(self, step: int, contents: Manifest) -> ArrayReader:  # noqa: ARG002
         return BucketReader(self.start_read, contents)
@@ -126,12 +126,12 @@ class BucketStore(Bucket):
         reads = list(map(self.start_read, names))
         processes = []
         for name, crc, read in zip(names, commit["manifests"], reads, strict=False):
-            found = read()
-            if found.state == "missing":
+            result = read()
+            if result.state == "missing":
                 raise DamageError(f"{name}: missing")
-            if zlib.crc32(found.value) != crc:
+            if zlib.crc32(result.value) != crc:
                 raise DamageError(f"{name}: its checksum does not fit its content")
-            process = manifest.decode_checked(found.value, name)
+            process = manifest.decode_checked(result.value, name)
             processes.append(manifest.check_process(process, self.path_of(step)))
         return processes
 
@@ -199,9 +199,9 @@ class BucketStore(Bucket):
         self.write(name, manifest.encode_checked(content))
 
     def add_note(self, name: str, content: Any) -> bool:
-        found = self.start_read(name)()
+        result = self.start_read(name)()
         encoded = manifest.encode_checked(content)
-        return found.state == "missing" and self._replace(name, found, encoded)
+        return result.state == "missing" and self._replace(name, result, encoded)
 
     # Removing
 
@@ -210,9 +210,9 @@ class BucketStore(Bucket):
 
     def delete(self, step: int) -> None:
         name = f"{step}.commit"
-        found = self.start_read(name)()
-        folder = _folder_in(name, found.value)
-        is_deleted = found.state == "missing" or self._replace(name, found, None)
+        result = self.start_read(name)()
+        folder = _folder_in(name, result.value)
+        is_deleted = result.state == "missing" or self._replace(name, result, None)
         if folder is not None and (is_deleted or self.read(name) is None):
             self.delete_below(folder)
 
@@ -220,14 +220,14 @@ class BucketStore(Bucket):
         """Copy the commit of a damaged step to a marker, and delete it; keep the folder."""
         name, marker, count = f"{step}.commit", f"{step}.damaged", 1
         try:
-            found = self.start_read(name)()
-            if found.state == "missing":
+            result = self.start_read(name)()
+            if result.state == "missing":
                 return None
-            while self.read(marker) not in (None, found.value):
+            while self.read(marker) not in (None, result.value):
                 count += 1
                 marker = f"{step}.damaged-{count}"
-            self.write(marker, found.value)
-            self._replace(name, found, None)
+            self.write(marker, result.value)
+            self._replace(name, result, None)
         except CheckpointError:
             return None
         return marker
@@ -364,7 +364,7 @@ class BucketReader(ArrayReader):
 
     def __init__(self, start_read: Callable[[str], Any], contents: Manifest) -> None:
         self._leaves, self._shards = contents.leaves, contents.shards
-        self._folder, self._object = contents.source
+        self._folder, self._object = contents.location
         self._start_read = lru_cache(_AT_ONCE)(start_read)  # small leaves share objects
 
     def _open_array(self, name: str) -> Mapping[Region, StoredArray]:
@@ -387,8 +387,8 @@ class BucketReader(ArrayReader):
         for number in range(first, last + 1):
             if number < last:  # read one ahead
                 self._start_read(f"{prefix}{number + 1:06d}")
-            found = self._read_object(f"{prefix}{number:06d}")
-            piece = np.frombuffer(found, np.uint8)[start : start + size - filled]
+            result = self._read_object(f"{prefix}{number:06d}")
+            piece = np.frombuffer(result, np.uint8)[start : start + size - filled]
             content[filled : filled + piece.size] = piece
             filled, start = filled + piece.size, 0
         if filled < size:
@@ -396,10 +396,10 @@ class BucketReader(ArrayReader):
         return content
 
     def _read_object(self, name: str) -> bytes:
-        found = self._start_read(name)()
-        if found.state == "missing":
+        result = self._start_read(name)()
+        if result.state == "missing":
             raise DamageError(f"{name}: missing")
-        content: bytes = found.value
+        content: bytes = result.value
         return content
 
 

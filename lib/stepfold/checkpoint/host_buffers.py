@@ -24,7 +24,7 @@ _SMALL = 1 << 16  # bytes of an array for which a second thread is not worth it
 
 
 class Layout(NamedTuple):
-    """Where the parts of an array are on the devices of this process.
+    """Where the slices of an array are on the devices of this process.
 
     Attributes:
       first: the first shard of each region.
@@ -38,16 +38,16 @@ class Layout(NamedTuple):
 
 
 class HostCopy(NamedTuple):
-    """A copy of the parts of an array that this process holds, by region."""
+    """A copy of the slices of an array that this process holds, by region."""
 
     shape: tuple[int, ...]
     sharding: Any
     layout: Layout
-    parts: dict[Region, np.ndarray]
+    slices: dict[Region, np.ndarray]
 
     def recorded(self) -> dict[Region, np.ndarray]:
-        """Return the parts that this process records."""
-        return {part: array for part, array in self.parts.items() if part in self.layout.recorded}
+        """Return the slices that this process records."""
+        return {part: array for part, array in self.slices.items() if part in self.layout.recorded}
 
 
 class HostBuffers:
@@ -76,13 +76,13 @@ class HostBuffers:
             layout = self._layout(array) if isinstance(array, jax.Array) else None
             if layout is None:
                 continue
-            parts, shards = dict[Region, np.ndarray](), array.addressable_shards
+            slices, shards = dict[Region, np.ndarray](), array.addressable_shards
             for part, number in layout.first.items():
                 view = np.asarray(shards[number].data)
                 buffer = self._buffer((name, part), view.nbytes)
-                parts[part] = buffer.view(view.dtype).reshape(view.shape)
+                slices[part] = buffer.view(view.dtype).reshape(view.shape)
                 pairs.append((buffer, view.reshape(-1).view(np.uint8)))
-            copies[name] = HostCopy(array.shape, array.sharding, layout, parts)
+            copies[name] = HostCopy(array.shape, array.sharding, layout, slices)
         _copy(pairs)
         return copies
 
@@ -90,17 +90,17 @@ class HostBuffers:
         """Return the layout of an array; None if it is not on CPU."""
         key = array.sharding, array.shape
         if key not in self._layouts:
-            found = None
+            layout = None
             devices: Any = array.sharding.device_set
             if all(device.platform == "cpu" for device in devices):
-                found = Layout({}, [], frozenset())
+                layout = Layout({}, [], frozenset())
                 for number, shard in enumerate(array.addressable_shards):
                     part = region(shard.index, array.shape)
-                    found.first.setdefault(part, number)
-                    found.devices.append((shard.device, part))
+                    layout.first.setdefault(part, number)
+                    layout.devices.append((shard.device, part))
                     if shard.replica_id == 0:
-                        found = found._replace(recorded=found.recorded | {part})
-            self._layouts[key] = found
+                        layout = layout._replace(recorded=layout.recorded | {part})
+            self._layouts[key] = layout
         return self._layouts[key]
 
     def _buffer(self, key: Any, size: int) -> np.ndarray:
@@ -115,7 +115,7 @@ class HostBuffers:
 
 def as_arrays(copies: Mapping[K, HostCopy]) -> dict[K, jax.Array]:
     """Return arrays of jax with the shardings of the originals, which read the copies in place."""
-    shards = [(copy.parts[part], device) for copy in copies.values()
+    shards = [(copy.slices[part], device) for copy in copies.values()
               for device, part in copy.layout.devices]  # fmt: skip
     if not shards:
         return {}

@@ -165,15 +165,15 @@ def empty(part: Region, dtype: str) -> np.ndarray:
     return np.empty([stop - start for start, stop in part], jnp.dtype(dtype))
 
 
-def overlap(one: Region, other: Region) -> Region | None:
+def overlap(first: Region, second: Region) -> Region | None:
     """Return the intersection of two regions; None if it is empty."""
-    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
-def within(part: Region, whole: Region) -> Region:
+def within(part: Region, outer: Region) -> Region:
     """Return where a region is in one that contains it."""
-    return tuple((a - c, b - c) for (a, b), (c, _) in zip(part, whole, strict=True))
+    return tuple((a - c, b - c) for (a, b), (c, _) in zip(part, outer, strict=True))
 
 
 def bytes_of(array: np.ndarray) -> memoryview:

@@ -94,7 +94,7 @@ class Manifest(NamedTuple):
     shards: dict[str, dict[Region, StoredArray]]
     data: list[Any]
     bytes: int
-    source: Any = None  # in object storage: the folder, and the size of its objects
+    location: Any = None  # a folder and its objects' size in object storage, or `StepLocations`
 
     @property
     def has_position(self) -> bool:
@@ -248,12 +248,12 @@ def write_stream(path: Path, arrays: Iterable[np.ndarray]) -> None:
 
 def write_files(folder: Path) -> None:
     """Record and sync all files once written; a step without this record is incomplete."""
-    found = sorted(folder.rglob("*"))
+    paths = sorted(folder.rglob("*"))
     files = {
-        path.relative_to(folder).as_posix(): path.stat().st_size for path in found if path.is_file()
+        path.relative_to(folder).as_posix(): path.stat().st_size for path in paths if path.is_file()
     }
     write_checked(folder / FILES, files)
-    for path in (*found, folder / FILES, folder):
+    for path in (*paths, folder / FILES, folder):
         sync(path)
 
 

@@ -115,9 +115,9 @@ class NameMap:
         arrays: dict[str, NamedArray] = {}
         for rule, texts, joined in self._groups(argument, leaves):
             for array in _arrays_of_rule(rule, texts, joined):
-                path = array.parts[0].path
+                path = array.slices[0].path
                 if array.name in arrays:
-                    got = f"{array.name!r}, the name of {arrays[array.name].parts[0].path}"
+                    got = f"{array.name!r}, the name of {arrays[array.name].slices[0].path}"
                     refuse(path, "a unique name", got, "correct the rules of the NameMap")
                 arrays[array.name] = array
         for copy, name in self.tied.items():
@@ -152,12 +152,12 @@ class NameMap:
     def _match(self, path: str) -> tuple[NameRule | None, dict[str, str]]:
         for rule in self.rules:
             for ours in _texts(rule[0]):
-                if found := re.fullmatch(_regex(ours, "/"), path):
-                    return NameRule(*rule), found.groupdict()
+                if matched := re.fullmatch(_regex(ours, "/"), path):
+                    return NameRule(*rule), matched.groupdict()
         return None, {}
 
 
-class Part(NamedTuple):
+class LeafSlice(NamedTuple):
     """A region of a leaf that is a region of an array in a file.
 
     `order` has the axes of the array in the order of the leaf. `stacked` has the axes of the leaf
@@ -180,17 +180,17 @@ class Part(NamedTuple):
 
 
 class NamedArray(NamedTuple):
-    """An array in a file, and the parts of leaves that it consists of."""
+    """An array in a file, and the slices of leaves that it consists of."""
 
     name: str
     leaf: Leaf
-    parts: tuple[Part, ...]
+    slices: tuple[LeafSlice, ...]
 
 
-def whole_array(name: str, path: str, leaf: Leaf) -> NamedArray:
+def array_of_leaf(name: str, path: str, leaf: Leaf) -> NamedArray:
     """Return the array of a leaf that is stored as it is."""
     full = region((), leaf.shape)
-    return NamedArray(name, leaf, (Part(path, full, full, tuple(range(len(full)))),))
+    return NamedArray(name, leaf, (LeafSlice(path, full, full, tuple(range(len(full)))),))
 
 
 # Rules
@@ -273,7 +273,7 @@ def _arrays_of_rule(
         refuse(first, expected, f"{sum(sizes)}", "correct the sizes in the NameMap")
     for index in np.ndindex(*counts):
         for name, (start, stop) in zip(names, _spans(unit * part for part in ratio), strict=True):
-            parts = []
+            slices = []
             for path, (begin, end) in zip(leaves, _spans(sizes), strict=True):
                 low, high = max(start, begin), min(stop, end)
                 full = [(0, size) for size in shape]
@@ -282,10 +282,10 @@ def _arrays_of_rule(
                 axes = tuple(range(len(full))) if order is None else order
                 inner = [ours[i] for i in axes]
                 inner[rule.stack : rule.stack] = [(i, i + 1) for i in index]
-                parts.append(Part(path, tuple(inner), theirs, axes, tuple(stacked)))
+                slices.append(LeafSlice(path, tuple(inner), theirs, axes, tuple(stacked)))
             counts_by_name = dict(zip(counted, index, strict=True))
             size = Leaf(_set(shape, axis, stop - start), leaf.dtype)
-            yield NamedArray(name.format(**texts, **counts_by_name), size, tuple(parts))
+            yield NamedArray(name.format(**texts, **counts_by_name), size, tuple(slices))
 
 
 def _shape_in_file(

@@ -231,7 +231,7 @@ def _restore_step(
     reader = store.open_arrays(step, manifest)
 
     def read(name: str) -> dict[Region, np.ndarray]:
-        return reader.parts(sources[name], regions_of(name, saved[name], wanted[name]))
+        return reader.read_regions(sources[name], regions_of(name, saved[name], wanted[name]))
 
     # Read in threads, but made in this one: jax's contexts, such as a default device, are
     # thread-local.

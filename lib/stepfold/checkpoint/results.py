@@ -34,8 +34,8 @@ class Result(NamedTuple):
 def find_results(store: Any) -> list[Result]:
     """List the results, of steps that are gone too, in the order of their steps."""
     matches = map(_NAME.fullmatch, store.list_notes(FOLDER))
-    found = [Result(unquote(m[1]), int(m[2]), m[3]) for m in matches if m is not None]
-    return sorted(found, key=lambda result: result.step)
+    results = [Result(unquote(m[1]), int(m[2]), m[3]) for m in matches if m is not None]
+    return sorted(results, key=lambda result: result.step)
 
 
 def is_saved(store: Any, step: int, identity: str) -> bool:

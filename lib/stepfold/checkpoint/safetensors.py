@@ -42,7 +42,7 @@ from stepfold.checkpoint.leaves import (
     regions_of,
     within,
 )
-from stepfold.checkpoint.names import NamedArray, NameMap, Part, whole_array
+from stepfold.checkpoint.names import LeafSlice, NamedArray, NameMap, array_of_leaf
 from stepfold.checkpoint.restore import match
 from stepfold.checkpoint.steps import check_regular, sync
 from stepfold.core.processes import agreement
@@ -192,11 +192,11 @@ def load_params(
     arrays = _map_arrays(path)
     _check_match(f"{path}", like, names, named, arrays, cast)
     tied = names.tied.items() if isinstance(names, NameMap) else ()
-    sources: dict[str, list[tuple[Part, str, list[str]]]] = {where: [] for where in leaves}
+    sources: dict[str, list[tuple[LeafSlice, str, list[str]]]] = {where: [] for where in leaves}
     for name, array in named.items():
         copies = [copy for copy, original in tied if original == name and copy in arrays]
-        for part in array.parts:
-            sources[part.path].append((part, name, copies))
+        for each in array.slices:
+            sources[each.path].append((each, name, copies))
     loaded = []
     for where, leaf in leaves.items():
         regions = regions_of(where, leaf_of(leaf), leaf)
@@ -252,15 +252,15 @@ def _named_arrays(
             name = path.replace("/", ".") if names is None else names(path)
             if isinstance(name, str) and name in arrays:
                 raise ConfigError(
-                    f"{argument}: {arrays[name].parts[0].path} and {path} would both be called "
+                    f"{argument}: {arrays[name].slices[0].path} and {path} would both be called "
                     f"{name!r}; give names=… that tells them apart"
                 )
-            arrays[name] = whole_array(name, path, leaf)
+            arrays[name] = array_of_leaf(name, path, leaf)
     for name, array in arrays.items():
         if not isinstance(name, str) or name in ("", "__metadata__"):
             got = f"{name!r}, which safetensors does not allow"
             advice = "put the array into a dict, or give names=…"
-            refuse(argument, f"a name for the array at {array.parts[0].path!r}", got, advice)
+            refuse(argument, f"a name for the array at {array.slices[0].path!r}", got, advice)
     return arrays
 
 
@@ -318,13 +318,13 @@ def _split(arrays: Mapping[str, NamedArray], limit: int) -> list[list[NamedArray
 
 def _assemble(leaves: Mapping[str, Any], array: NamedArray) -> np.ndarray[Any, Any]:
     """Make an array of a file, contiguous: safetensors writes other arrays in the wrong order."""
-    values = [part.to_theirs(_on_host(leaves[part.path], part.ours)) for part in array.parts]
+    values = [each.to_theirs(_on_host(leaves[each.path], each.ours)) for each in array.slices]
     if len(values) == 1:
         return np.asarray(values[0], order="C")
-    whole = np.empty(array.leaf.shape, array.leaf.dtype)
-    for part, value in zip(array.parts, values, strict=True):
-        whole[as_slices(part.theirs)] = value
-    return whole
+    joined = np.empty(array.leaf.shape, array.leaf.dtype)
+    for each, value in zip(array.slices, values, strict=True):
+        joined[as_slices(each.theirs)] = value
+    return joined
 
 
 def _on_host(value: Any, part: Region) -> np.ndarray[Any, Any]:
@@ -441,7 +441,7 @@ def _check_match(
 ) -> None:
     """Check that the files hold the arrays of `named`, and no others."""
     saved = {name: leaf_of(array) for name, array in arrays.items()}
-    paths = {name: array.parts[0].path for name, array in named.items()}
+    paths = {name: array.slices[0].path for name, array in named.items()}
     advice = "; names=… maps paths to their names there, and cast=True converts dtypes"
     if isinstance(names, NameMap):
         skipped = {name for name in saved if name in names.tied or names.ignores(name)}
@@ -462,25 +462,25 @@ def _check_match(
 def _read(
     wanted: Region,
     like: Any,
-    sources: Iterable[tuple[Part, str, list[str]]],
+    sources: Iterable[tuple[LeafSlice, str, list[str]]],
     arrays: Mapping[str, np.ndarray[Any, Any]],
 ) -> np.ndarray[Any, Any]:
     """Copy a region of a leaf from arrays, each of which has tied copies."""
     values = empty(wanted, leaf_of(like).dtype)
-    for part, name, copies in sources:
-        both = overlap(wanted, part.ours)
+    for each, name, copies in sources:
+        both = overlap(wanted, each.ours)
         if both is None:
             continue
-        target, source = (as_slices(within(both, base)) for base in (wanted, part.ours))
-        saved = part.to_ours(arrays[name])[source]
-        values[target] = converted(part.path, leaf_of(arrays[name]), like, saved)
+        target, source = (as_slices(within(both, base)) for base in (wanted, each.ours))
+        saved = each.to_ours(arrays[name])[source]
+        values[target] = converted(each.path, leaf_of(arrays[name]), like, saved)
         for copy in copies:
             other = arrays[copy]
             same = other.shape == arrays[name].shape and other.dtype == arrays[name].dtype
-            if not same or bytes_of(part.to_ours(other)[source]) != bytes_of(saved):
+            if not same or bytes_of(each.to_ours(other)[source]) != bytes_of(saved):
                 expected, got = f"a copy of {name}, as NameMap(tied=…) says", "other values"
                 advice = "give it its own leaf, or ignore it"
-                refuse(f"{part.path} ({copy})", expected, got, advice, kind=TreeMismatchError)
+                refuse(f"{each.path} ({copy})", expected, got, advice, kind=TreeMismatchError)
     return values
 
 

@@ -102,7 +102,7 @@ class Series(StepReader):
         location = self.store.location
         self.directory = location if is_url(location) else Path(location)
         self._ranking = policy.ranking
-        rule = Rule(policy.keep, policy.keep_every, self._ranking, policy.keep_best)
+        rule = RetentionRule(policy.keep, policy.keep_every, self._ranking, policy.keep_best)
         self._retention = Retention(self.store, rule)
         self._temporary: TierStore | None = None
         if policy.temporary:
@@ -512,10 +512,10 @@ def _make_room(store: Store, step: int) -> None:
         )
 
 
-class Rule(NamedTuple):
+class RetentionRule(NamedTuple):
     """Which steps to keep; the fields are those of `Checkpoints`.
 
-    >>> Rule(keep=1, keep_every=2).expendable({1: {}, 2: {}, 3: {}, 4: {}, 5: {}})
+    >>> RetentionRule(keep=1, keep_every=2).expendable({1: {}, 2: {}, 3: {}, 4: {}, 5: {}})
     [1, 3]
     """
 
@@ -555,7 +555,7 @@ class Rule(NamedTuple):
 class Retention:
     """Delete the steps of one store that a rule does not keep."""
 
-    def __init__(self, store: Store, rule: Rule) -> None:
+    def __init__(self, store: Store, rule: RetentionRule) -> None:
         self._store, self._rule, self._leases = store, rule, Leases(store, LEASES)
         # The metadata of each complete step, which is read once, without its values.
         self._known: dict[int, StepMetadata] = {}

@@ -101,7 +101,7 @@ class DirectoryStore:
     def other_names(self) -> list[str]:
         """List the names of damaged steps, and of what interrupted operations left behind."""
         damaged = [path for path in self._folders() if _DAMAGED.fullmatch(path.name)]
-        return sorted(path.name for path in (*damaged, *self._left_over()))
+        return sorted(path.name for path in (*damaged, *self._leftovers()))
 
     def saved_at(self, step: int) -> float:
         """Return the time of a save, in seconds since the epoch."""
@@ -210,14 +210,14 @@ class DirectoryStore:
         """Atomically write JSON next to the steps, and return when it is durable."""
         path = self.directory / name
         with converted_errors(path, "cannot be written"):
-            self._write_beside(path, ".new", content).replace(path)
+            self._write_temporary(path, ".new", content).replace(path)
             sync(path.parent)
 
     def add_note(self, name: str, content: Any) -> bool:
         """Write a note as `write_note` does, unless it exists; return whether it was written."""
         path = self.directory / name
         with converted_errors(path, "cannot be written"):
-            new = self._write_beside(path, f".{secrets.token_hex(4)}.new", content)
+            new = self._write_temporary(path, f".{secrets.token_hex(4)}.new", content)
             try:
                 os.link(new, path)  # unlike a rename, it fails if the path exists
             except FileExistsError:
@@ -233,7 +233,7 @@ class DirectoryStore:
             sync(path.parent)
             return True
 
-    def _write_beside(self, path: Path, suffix: str, content: Any) -> Path:
+    def _write_temporary(self, path: Path, suffix: str, content: Any) -> Path:
         """Durably write JSON to a file that is to take a path; return its own path."""
         new = path.with_name(f"{path.name}{suffix}")
         path.parent.mkdir(exist_ok=True)
@@ -275,7 +275,7 @@ class DirectoryStore:
         """
         committed = []
         with locked(self.directory, alone=True) as held:
-            for path in self._left_over() if held is not False else []:
+            for path in self._leftovers() if held is not False else []:
                 with suppress(OSError):  # another run may delete it as well
                     if held or time.time() - path.lstat().st_mtime > _DAY:
                         claim = _CLAIM.fullmatch(path.name)
@@ -295,7 +295,7 @@ class DirectoryStore:
     def _folders(self) -> list[Path]:
         return [path for path in self._entries() if path.is_dir()]
 
-    def _left_over(self) -> list[Path]:
+    def _leftovers(self) -> list[Path]:
         """List the claims of saves, and the folders that interrupted operations left behind."""
         return [
             path

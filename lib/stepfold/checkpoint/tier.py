@@ -43,7 +43,7 @@ from stepfold.checkpoint.tier_file import (
     good_files,
     merge,
 )
-from stepfold.checkpoint.transport import Address, Connection, Server, ask
+from stepfold.checkpoint.transport import Address, Connection, Server, send_request
 from stepfold.core.processes import KeyValues, agreement, broadcast_from_first
 from stepfold.errors import CheckpointError, refuse, warn
 from stepfold.internals import texts
@@ -117,14 +117,14 @@ class TierStore:
         """Return one process of each host, this one for its own."""
         return [self._process if self._process in host else host[0] for host in self.hosts]
 
-    def _ask_hosts(self, what: str, argument: Any) -> Iterator[tuple[int, Any]]:
+    def _request_from_hosts(self, what: str, argument: Any) -> Iterator[tuple[int, Any]]:
         """Yield a process and its answer for each host; warn of those that do not answer."""
         for process in self._speakers():
             if process == self._process:
                 yield process, self._reply(what, argument)
                 continue
             try:
-                yield process, ask(self._addresses[process], [what, argument])[0]
+                yield process, send_request(self._addresses[process], [what, argument])[0]
             except CheckpointError as error:
                 if process not in self._unreachable:
                     self._unreachable.add(process)
@@ -169,7 +169,7 @@ class TierStore:
 
         A step of which files are missing does not count: its save may not have ended.
         """
-        return [step for step, found in self._find() if not isinstance(found, MissingError)]
+        return [step for step, outcome in self._find() if not isinstance(outcome, MissingError)]
 
     def has_step(self, step: int) -> bool:
         """Return whether a step is complete or damaged."""
@@ -177,12 +177,16 @@ class TierStore:
 
     def incomplete(self) -> dict[int, str]:
         """Return the steps of which files are missing, and what they lack."""
-        return {step: f"{found}" for step, found in self._find() if isinstance(found, MissingError)}
+        return {
+            step: f"{outcome}"
+            for step, outcome in self._find()
+            if isinstance(outcome, MissingError)
+        }
 
     def newest_good(self) -> int | None:
         """Return the newest step whose values are as saved; each host reads its own files."""
-        found = self._find(verifies=True)
-        good = (step for step, each in reversed(found) if isinstance(each, Manifest))
+        outcomes = self._find(verifies=True)
+        good = (step for step, each in reversed(outcomes) if isinstance(each, Manifest))
         return next(good, None)
 
     def path_of(self, step: int) -> str:
@@ -214,10 +218,10 @@ class TierStore:
 
         Raises `DamageError` if there is none.
         """
-        for _, found in self._find(step):
-            if isinstance(found, Manifest):
-                return found
-            raise found
+        for _, outcome in self._find(step):
+            if isinstance(outcome, Manifest):
+                return outcome
+            raise outcome
         raise MissingError(f"{self.path_of(step)}: missing")
 
     def _find(
@@ -225,7 +229,7 @@ class TierStore:
     ) -> list[tuple[int, Manifest | DamageError]]:
         """Return what each step has, or one of them, on all hosts; in the order of the steps."""
         tables, problems = dict[int, list[Table]](), dict[int, list[DamageError]]()
-        for process, answer in self._ask_hosts("tables", [step, verifies]):
+        for process, answer in self._request_from_hosts("tables", [step, verifies]):
             for name, content, problem in answer:
                 if (file := TierFile.parse(name)) is None:
                     continue
@@ -234,7 +238,7 @@ class TierStore:
                 else:
                     of_step = tables.setdefault(file.save.step, [])
                     of_step.append(Table(file, process, content))
-        found = []
+        by_step = []
         for number in sorted({*tables, *problems}):
             outcomes: list[Manifest | DamageError] = [*problems.get(number, [])]
             for save in sorted({table.file.save for table in tables.get(number, [])}):
@@ -247,8 +251,8 @@ class TierStore:
             # The newest complete save, or else a file that is damaged.
             outcomes.sort(key=lambda each: isinstance(each, MissingError))
             complete = [each for each in outcomes if isinstance(each, Manifest)]
-            found.append((number, complete[-1] if complete else outcomes[0]))
-        return found
+            by_step.append((number, complete[-1] if complete else outcomes[0]))
+        return by_step
 
     def _read_tables(self, step: int | None, verifies: bool) -> list[Any]:
         """Return the name and the table, or the problem, of each file of a step on this host.
@@ -277,7 +281,7 @@ class TierStore:
         if location.process == self._process:
             return tier_file.read(self._path(location.name), location.offset, size)
         request = ["read", [location.name, location.offset, size]]
-        received = ask(self._addresses[location.process], request)[1]
+        received = send_request(self._addresses[location.process], request)[1]
         if received.size != size:
             raise DamageError(f"{location.name}: it is shorter than when it was saved")
         return received
@@ -314,15 +318,15 @@ class TierStore:
             with _converted(self.path_of(metadata.step)):
                 return TierSave(self, save, state, metadata, before_commit, buffers)
         except BaseException:
-            self.note(save, is_saved=False)
+            self.end_save(save, is_saved=False)
             raise
 
-    def plan(self, state: Any) -> "Plan":
+    def assign(self, state: Any) -> "Assignment":
         """Return which slices this process writes, and which it sends to which processes."""
         arrays, wanted, crc = arrays_of(state), 1 + self._replicas, 0
         count, own = len(self.hosts), self._own_host
         host_of = {process: i for i, host in enumerate(self.hosts) for process in host}
-        plan = Plan({}, {}, 0)
+        assigned = Assignment({}, {}, 0)
         for number, (name, array) in enumerate(arrays.items()):
             holders, held = self._holders(array)
             crc = zlib.crc32(repr((name, sorted(holders.items()))).encode(), crc)
@@ -338,29 +342,29 @@ class TierStore:
                     continue
                 if by_host[own][number % len(by_host[own])] != self._process:
                     continue  # another process of this host writes it
-                plan.slices[name, part] = held[part]
+                assigned.slices[name, part] = held[part]
                 if own == hosts[0]:
                     others = [(own + i) % count for i in range(1, count)]
                     lacking = [host for host in others if host not in by_host]
                     for host in lacking[: max(0, wanted - len(hosts))]:
-                        plan.copies.setdefault(host, set()).add((name, part))
+                        assigned.copies.setdefault(host, set()).add((name, part))
         for i in range(1, min(wanted, count)):  # those also need the data position
-            plan.copies.setdefault((own + i) % count, set())
-        return plan._replace(crc=crc)
+            assigned.copies.setdefault((own + i) % count, set())
+        return assigned._replace(crc=crc)
 
     def _holders(self, array: Any) -> tuple[dict[Region, list[int]], dict[Region, Any]]:
         """Return which processes hold each region of an array, and the regions held here."""
         if not isinstance(array, jax.Array):  # numpy arrays are those of process 0
-            whole = region((), array.shape)
-            return {whole: [0]}, {whole: array}
+            full = region((), array.shape)
+            return {full: [0]}, {full: array}
         key = array.sharding, array.shape
         if key not in self._regions:
-            found: dict[Region, set[int]] = {}
+            processes_of: dict[Region, set[int]] = {}
             device: Any
             for device, index in array.sharding.devices_indices_map(array.shape).items():
                 part = region(index or (), array.shape)
-                found.setdefault(part, set()).add(device.process_index)
-            holders = {part: sorted(processes) for part, processes in found.items()}
+                processes_of.setdefault(part, set()).add(device.process_index)
+            holders = {part: sorted(processes) for part, processes in processes_of.items()}
             parts = [region(shard.index, array.shape) for shard in array.addressable_shards]
             self._regions[key] = holders, parts
         holders, parts = self._regions[key]
@@ -391,7 +395,7 @@ class TierStore:
     def send(self, process: int, name: str, pieces: Sequence[memoryview]) -> None:
         """Let a process on another host write a file."""
         size = sum(piece.nbytes for piece in pieces)
-        ask(self._addresses[process], ["store", [name, size]], pieces)
+        send_request(self._addresses[process], ["store", [name, size]], pieces)
 
     def _receive(self, name: str, size: int, connection: Connection) -> None:
         """Write a file with what another process sends, if it arrives as it was."""
@@ -407,12 +411,12 @@ class TierStore:
 
         self.write(name, pieces())
 
-    def note(self, save: Save, *, is_saved: bool, plan: int = 0) -> None:
+    def end_save(self, save: Save, *, is_saved: bool, assignment: int = 0) -> None:
         """Note the end of a save, and delete what is no longer needed."""
         self._noted["saved" if is_saved else "failed"].append(save.number)
         recent = {name: numbers[-_NOTED:] for name, numbers in self._noted.items()}
         self._noted = recent
-        notes: list[Any] = [{**recent, "plan": plan}]
+        notes: list[Any] = [{**recent, "assignment": assignment}]
         if self._values is not None:
             self._values.set(f"{self._life}/{self._process}", notes[0])
             notes = [*self._values.get(self._life).values()]
@@ -422,12 +426,12 @@ class TierStore:
         common = set.intersection(*({*each["saved"]} for each in notes))
         kept = sorted(common.difference(failed))[-self.keep :]
         if save.number in kept:  # this process is the last one to save it
-            for _ in self._ask_hosts("prune", [self._life, kept, failed]):
+            for _ in self._request_from_hosts("prune", [self._life, kept, failed]):
                 pass
         else:
             self._prune_own(self._life, [], failed)
-        plans = {each["plan"] for each in notes if each["plan"]}
-        if len(plans) > 1:
+        assignments = {each["assignment"] for each in notes if each["assignment"]}
+        if len(assignments) > 1:
             raise CheckpointError(
                 f"{self.path_of(save.step)}: not saved, since the processes shard the state "
                 "differently; place it by the same plan in all of them"
@@ -438,7 +442,7 @@ class TierStore:
         known = self.read_manifest(step)
         metrics = {**(known.metadata.metrics or {}), **metrics}
         content, arrays = manifest.later_content(metrics, extra, number=1)
-        name = file_name(known.source.save, self._process, "later")
+        name = file_name(known.location.save, self._process, "later")
         with converted_errors(self.directory / name, "cannot be written"):
             self.write(name, tier_file.pieces(content, arrays))
 
@@ -450,12 +454,14 @@ class TierStore:
 
     def delete_range(self, first: int, last: float) -> None:
         """Delete all steps from a first to a last one on all hosts, complete or not."""
-        for _ in self._ask_hosts("delete", [first, last]):
+        for _ in self._request_from_hosts("delete", [first, last]):
             pass
 
     def set_aside(self, step: int) -> str | None:
         """Rename the files of a damaged step; the next complete save deletes them."""
-        renamed = [name for _, names in self._ask_hosts("set aside", step) for name in names]
+        renamed = [
+            name for _, names in self._request_from_hosts("set aside", step) for name in names
+        ]
         return renamed[0] if renamed else None
 
     def clean(self, finish: Callable[[int], None] | None = None) -> None:  # noqa: ARG002
@@ -473,9 +479,9 @@ class TierStore:
         complete = list[Save]()
         for step in reversed(alone.steps()):
             with suppress(CheckpointError):
-                source = alone.read_manifest(step).source
-                complete.append(source.save)
-                if len(complete) == source.keep:
+                location = alone.read_manifest(step).location
+                complete.append(location.save)
+                if len(complete) == location.keep:
                     self._remove(lambda file: file.save < complete[-1])
                     break
 
@@ -512,8 +518,8 @@ class TierStore:
         return renamed
 
 
-class Plan(NamedTuple):
-    """What a process saves.
+class Assignment(NamedTuple):
+    """Which slices a process saves, and where.
 
     Attributes:
       slices: the slices that it writes, as arrays on a device or of numpy.
@@ -540,16 +546,16 @@ class TierSave:
     ) -> None:
         self._store, self._save, self._metadata = store, save, metadata
         self._before_commit, self._leaves = before_commit, leaves_of(state)
-        plan = store.plan(state)
-        for array in plan.slices.values():  # all copies at once, then wait for each
+        assigned = store.assign(state)
+        for array in assigned.slices.values():  # all copies at once, then wait for each
             if isinstance(array, jax.Array):
                 array.copy_to_host_async()
-        copies = {} if buffers is None else buffers.copy(plan.slices)
-        self._plan = plan._replace(slices={})  # whose views would prevent a donation
+        copies = {} if buffers is None else buffers.copy(assigned.slices)
+        self._assignment = assigned._replace(slices={})  # whose views would prevent a donation
         # On CPU without buffers, zero-copy views.
         self._slices = {
-            key: next(iter(copies[key].parts.values())) if key in copies else np.asarray(array)
-            for key, array in plan.slices.items()
+            key: next(iter(copies[key].slices.values())) if key in copies else np.asarray(array)
+            for key, array in assigned.slices.items()
         }
 
     def commit(self, finish: Callable[[], None] | None = None) -> None:
@@ -561,7 +567,7 @@ class TierSave:
                 is_saved = True
             finally:
                 self._slices = {}
-                self._store.note(self._save, is_saved=is_saved, plan=self._plan.crc)
+                self._store.end_save(self._save, is_saved=is_saved, assignment=self._assignment.crc)
         if finish is not None:
             finish()
 
@@ -571,14 +577,14 @@ class TierSave:
         for (name, part), array in self._slices.items():
             by_name.setdefault(name, {})[part] = array
         content, arrays = manifest.process_manifest(self._metadata, self._leaves, by_name)
-        content |= {"leaves": self._leaves, "keep": store.keep, "plan": self._plan.crc}
+        content |= {"leaves": self._leaves, "keep": store.keep, "plan": self._assignment.crc}
         slices = [array for parts in by_name.values() for array in parts.values()]
         if self._before_commit is not None:
             self._before_commit()
         store.write(
             file_name(save, process, "slices"), tier_file.pieces(content, [*slices, *arrays])
         )
-        for host, sent in self._plan.copies.items():
+        for host, sent in self._assignment.copies.items():
             rows = [
                 (row, array)
                 for row, array in zip(content["shards"], slices, strict=True)

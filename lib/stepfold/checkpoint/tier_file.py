@@ -183,7 +183,7 @@ def read_host(path: Path) -> dict[str, Any] | None:
 # The tables of a save
 
 
-class Source(NamedTuple):
+class StepLocations(NamedTuple):
     """Where the slices of a step are.
 
     Attributes:
@@ -244,4 +244,4 @@ def merge(tables: Sequence[Table], where: str, process: int) -> Manifest:
     metadata = manifest.metadata_of(records[0], added, where, save.step)
     ordered = [records[number] for number in range(first["processes"])]
     merged = manifest.merge_processes(ordered, metadata._replace(identity=str(save)))
-    return merged._replace(source=Source(save, first["keep"], slices, streams))
+    return merged._replace(location=StepLocations(save, first["keep"], slices, streams))

@@ -128,7 +128,9 @@ class Server:
             connection.send({"answer": answer, "size": size}, content)
 
 
-def ask(address: Address, request: Any, content: Iterable[Buffer] = ()) -> tuple[Any, np.ndarray]:
+def send_request(
+    address: Address, request: Any, content: Iterable[Buffer] = ()
+) -> tuple[Any, np.ndarray]:
     """Send a request to a process, and return its answer and the bytes that follow it.
 
     Raises:

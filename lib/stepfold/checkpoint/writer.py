@@ -43,7 +43,7 @@ class OrbaxSave:
         copies = {} if buffers is None else buffers.copy(arrays)
         arrays = {name: array for name, array in arrays.items() if name not in copies}
         self._path, self._peers = path, _Peers()
-        self._writer = StepWriter(manifest.STATE, self._peers.meet)
+        self._writer = StepWriter(manifest.STATE, self._peers.barrier)
         self._owns_files = False
         self._reservation = ExitStack()  # of the directory and of the number, until the end
         self._reservation.enter_context(locked(path.parent))
@@ -70,8 +70,8 @@ class OrbaxSave:
                 manifest.write_leaves(folder, metadata, leaves, shards)
 
             def start() -> None:
-                whole = {**arrays, **as_arrays(copies)}
-                stored = {name: whole[name] for name in leaves if whole[name].size}
+                all_arrays = {**arrays, **as_arrays(copies)}
+                stored = {name: all_arrays[name] for name in leaves if all_arrays[name].size}
                 self._writer.save(path, stored, write_manifest, manifest.write_files)
 
             # orbax takes a while before it writes. With copies, that is left to the thread.
@@ -159,11 +159,11 @@ class _Peers:
             processes, folder = jax.process_count(), f"{self._save}/ended"
             self._values.wait(lambda: len(self._values.get(folder)) == processes, timeout)
 
-    def meet(self, *, key: str, timeout_ms: int) -> None:  # noqa: ARG002  orbax passes it
+    def barrier(self, *, key: str, timeout_ms: int) -> None:  # noqa: ARG002  orbax passes it
         """Wait for all processes, as a barrier of orbax; raise if one of them has failed."""
         if not self._are_several:
             return
-        folder = f"{self._save}/met/{key.replace('/', '_')}"
+        folder = f"{self._save}/barrier/{key.replace('/', '_')}"
         self._values.set(f"{folder}/{jax.process_index()}", True)
 
         def are_all_there() -> bool:

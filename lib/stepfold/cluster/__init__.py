@@ -1,4 +1,8 @@
-"""Several processes: how they start, agree, wait for each other and end together."""
+"""Several processes: how they start, agree, wait for each other and end together.
+
+`launcher.py` starts them, and `distributed.py` connects them. `voting.py` lets them agree between
+two steps, and `patience.py` ends all if one has failed or is stuck.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -228,7 +228,7 @@ def _run_once(launch: Launch, slots: Sequence[int], signals: _Signals) -> _End:
             process = _start(launch.command, os.environ | environ)
             children.append(_Child(process, index, slot))
         with selectors.DefaultSelector() as selector:
-            return _Watch(launch, children, signals, selector).run()
+            return _Supervisor(launch, children, signals, selector).run()
     finally:
         for child in children:
             if child.process.poll() is None:
@@ -313,7 +313,7 @@ class _Child:
             out.flush()
 
 
-class _Watch:
+class _Supervisor:
     """Pass on output and signals until all processes have ended, and end the rest when one fails.
 
     Attributes:

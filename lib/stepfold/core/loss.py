@@ -224,14 +224,14 @@ def _warn_of_padding(function: Callable[[Any], tuple[Terms, Metrics]], batch: An
     """
     from clu.metrics import Average
 
-    given = {
+    traced_batch = {
         name: value
         for name, value in batch.items()
         if all(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
     }
-    masks = [path[0].key == "mask" for path, _ in jax.tree_util.tree_leaves_with_path(given)]
-    traced = lambda given: function({**batch, **given})
-    jaxpr, (terms, metrics) = jax.make_jaxpr(traced, return_shape=True)(given)
+    masks = [path[0].key == "mask" for path, _ in jax.tree_util.tree_leaves_with_path(traced_batch)]
+    traced = lambda traced_batch: function({**batch, **traced_batch})
+    jaxpr, (terms, metrics) = jax.make_jaxpr(traced, return_shape=True)(traced_batch)
     count = len(jax.tree.leaves(terms))
 
     def depends(begin: int, end: int) -> tuple[bool, bool]:

@@ -121,12 +121,14 @@ def hyperparams_of(state: Any, root: str = "opt_state") -> dict[str, Any]:
     >>> hyperparams_of(tx.init({"w": jnp.ones(2)}))
     {'opt_state/hyperparams/learning_rate': 0.5}
     """
-    found: dict[str, Any] = {}
+    hyperparams: dict[str, Any] = {}
     for where, node in _injected(state, root):
         for name, value in node.hyperparams.items():
             if name not in getattr(node, "hyperparams_states", ()) and tree.is_data(value):
-                found[f"{where}/hyperparams/{name}"] = np.asarray(jax.device_get(value)).tolist()
-    return found
+                hyperparams[f"{where}/hyperparams/{name}"] = np.asarray(
+                    jax.device_get(value)
+                ).tolist()
+    return hyperparams
 
 
 def learning_rates(opt_state: Any, but: Collection[str] = ()) -> dict[str, jax.Array]:

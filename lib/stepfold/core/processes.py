@@ -124,8 +124,8 @@ class KeyValues:
     @property
     def patience(self) -> float | None:
         """The longest patience that a process has given to `start_distributed`; None has no end."""
-        given = KeyValues("start_distributed").get("patience").values()
-        return None if None in given else max(given, default=DEFAULT_PATIENCE)
+        values = KeyValues("start_distributed").get("patience").values()
+        return None if None in values else max(values, default=DEFAULT_PATIENCE)
 
     def wait(self, is_over: Callable[[], bool], timeout: float | None = None) -> bool:
         """Poll until a condition holds; return False if it does not in time."""

@@ -271,10 +271,10 @@ def _is_here(sharding: Any) -> bool:
 def _abstract(build: Callable[..., TrainState], leaves: list[Any], sharding: Any) -> TrainState:
     """Describe the state that `build` makes, on devices that this process does not have."""
 
-    def place(on: Any, part: Any) -> Any:
+    def describe(on: Any, part: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), part)
 
-    state: TrainState = jax.tree.map(place, sharding, jax.eval_shape(build, *leaves))
+    state: TrainState = jax.tree.map(describe, sharding, jax.eval_shape(build, *leaves))
     return state
 
 

@@ -52,8 +52,8 @@ def batches(
     of the source; all others are new arrays.
 
     Arrays keep their dtypes, and Python numbers become int64, float64 and bool, as in numpy. jax
-    reads 64-bit numbers as 32-bit ones unless x64 is enabled. It wraps integers that do not fit, so
-    those in the first batch are warned of. Batches of `mix`, `collate` and `pack` have the same
+    reads 64-bit numbers as 32-bit ones unless x64 is enabled. It wraps integers that do not fit; a
+    warning names any in the first batch. Batches of `mix`, `collate` and `pack` have the same
     dtypes.
 
     By default, the batches have no end: the source is repeated, and the loop decides when to stop,
@@ -74,7 +74,7 @@ def batches(
     Args:
       source: an object with `len()` and `[i]`, a tree of arrays that share their leading axis, or a
         stream of examples. If an object has a `fingerprint`, a value that JSON can hold, it is part
-        of saved positions: `set_state` refuses those of another one.
+        of saved positions: `set_state` refuses a position with another fingerprint.
       batch_size: the global batch size; or a ramp, pairs of a step and the size from that step on,
         such as `[(0, 64), (1000, 256)]`. `fit` compiles its step for each size in advance. It
         cannot be a function of the step, because finding the rows of step i would take a call for
@@ -96,7 +96,7 @@ def batches(
         which the function may change, except for arrays of an array source or a list: those are
         read-only views.
       collate: a function from a list of examples to a batch; by default, leaves are stacked. The
-        examples are such copies.
+        examples are copies as for `transform`.
       process_index: the index of this process; by default JAX's, read with the first batch.
       process_count: the number of processes.
 
@@ -453,7 +453,7 @@ class BatchBuilder(NamedTuple):
 
     @property
     def makes_new_arrays(self) -> bool:
-        """Whether no function of the user makes the batch, which might return one buffer again."""
+        """Whether each batch is new arrays: a `collate` of the user might refill one buffer."""
         function = self.collate.func if isinstance(self.collate, partial) else self.collate
         return function is None or function is collate_examples
 

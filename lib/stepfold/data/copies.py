@@ -1,4 +1,4 @@
-"""Copy examples, since a transform may change its own, and a stream may fill one buffer again."""
+"""Copy examples: a transform may change its example, and a stream may refill one buffer."""
 
 import copy
 import dataclasses
@@ -61,7 +61,7 @@ def _copy_other(value: Any, copy_array: Callable[[Any], Any]) -> Any:
 
 
 def copy_array(array: Any) -> Any:
-    """Copy an array; one of a subclass stays one."""
+    """Copy an array, and keep its subclass."""
     return array.copy()
 
 
@@ -78,9 +78,9 @@ def view_read_only(array: Any) -> Any:
 
 
 class RefillGuard:
-    """Copy the examples of a function that fills one buffer again for each.
+    """Copy the examples of a function that refills one buffer for each.
 
-    The second one shows whether it does. So the first one is always copied.
+    The second example shows whether it does, so the first one is always copied.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class RefillGuard:
 
 
 def _are_one_buffer(first: Any, second: Any) -> bool:
-    """Whether an example is another one, or in the memory of another one."""
+    """Whether two examples are one object or share memory."""
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
         if not (first.size and second.size):
             return False

@@ -2,8 +2,8 @@
 
 Arrays keep their dtypes, and Python numbers become int64, float64 and bool, as everywhere in numpy.
 So a batch is the same in every process and thread, whatever their settings of jax. jax reads 64-bit
-numbers as 32-bit ones unless x64 is enabled, and wraps integers that do not fit without a word:
-`collate` and `pack` refuse those, and `batches` warns of them once, since a step may not use them.
+numbers as 32-bit ones unless x64 is enabled, and silently wraps integers that do not fit: `collate`
+and `pack` refuse those, and `batches` warns of them once, since a step may not use them.
 """
 
 from collections.abc import Iterable, Sequence

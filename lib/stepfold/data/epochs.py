@@ -12,7 +12,7 @@ import jax
 from stepfold.core.validation import read_integer
 from stepfold.errors import DataError, refuse
 
-Sizes = Sequence[tuple[int, int]]
+BatchSizes = Sequence[tuple[int, int]]
 """Batch sizes: pairs (from step, size) in ascending order, the first from step 0."""
 
 
@@ -92,7 +92,7 @@ class Epochs:
     if they have no end.
     """
 
-    def __init__(self, length: int, sizes: Sizes, *, drop: bool, epochs: int | None) -> None:
+    def __init__(self, length: int, sizes: BatchSizes, *, drop: bool, epochs: int | None) -> None:
         self.length, self.sizes, self._drop = length, sizes, drop
         self._segments: list[_Segment] = []
         self._starts = [start for start, _ in sizes]
@@ -155,14 +155,14 @@ class Epochs:
 
 
 class EpochEnds(NamedTuple):
-    """Where epochs end that may have unequal numbers of steps, since some batches are skipped."""
+    """Where epochs end. Epochs have unequal numbers of steps if some batches are skipped."""
 
     epochs: Epochs
     skips: Skips
 
     @classmethod
     def of_length(cls, steps: int) -> "EpochEnds":
-        """Make the ends of epochs of equally many steps."""
+        """Make the ends of epochs that all have the same number of steps."""
         return cls(Epochs(steps, [(0, 1)], drop=True, epochs=None), Skips())
 
     def done(self, step: int) -> int:
@@ -174,11 +174,11 @@ class EpochEnds(NamedTuple):
         return self.skips.step(self.epochs.count_steps(epochs))
 
     def count_steps(self, epochs: int, start: int) -> int:
-        """Return the number of steps in epochs, counted from that of the batch at `start`."""
+        """Return the steps from `start` to the end of `epochs` epochs, its own included."""
         return self.end((self.done(start) if start else 0) + epochs) - start
 
 
-def read_sizes(batch_size: Any) -> Sizes:
+def read_sizes(batch_size: Any) -> BatchSizes:
     """Read a batch size, or a ramp of batch sizes."""
     if callable(batch_size):
         advice = (
@@ -207,7 +207,7 @@ def refuse_size(size: int, expected: str) -> NoReturn:
     refuse("batch_size", expected, got, advice, kind=DataError)
 
 
-def size_at(sizes: Sizes, step: int) -> int:
+def size_at(sizes: BatchSizes, step: int) -> int:
     """Return the batch size of a step."""
     return sizes[bisect_right(sizes, step, key=lambda pair: pair[0]) - 1][1]
 
@@ -242,7 +242,7 @@ class Shard:
         index, count = self._share
         return index * size // count, (index + 1) * size // count
 
-    def check_sizes(self, sizes: Sizes) -> None:
+    def check_sizes(self, sizes: BatchSizes) -> None:
         """Raise if a batch size is not a multiple of the process count."""
         _, count = self._share
         for step, size in sizes:

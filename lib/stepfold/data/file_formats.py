@@ -22,11 +22,12 @@ HEADER_BYTES = 4096
 """The size of the header of an index, after which the offsets come."""
 
 _CACHE_BYTES = 1 << 26
-_BLOCK_BYTES = 4096  # about; so the index takes 8 bytes of 4,096
-_BLOCK_LINES = 64  # at most, since the lines of another part of the file may be far longer
-_BLOCKS_IN_ORDER = 64  # that are read at once if rows are read in order,
-_BYTES_IN_ORDER = 1 << 18  # unless they have more bytes
-_MARKS = 1024  # offsets of the index that are read at once
+_BLOCK_BYTES = 4096  # approximate; the index takes 8 bytes for each block
+_BLOCK_LINES = 64  # the maximum, since lines further on in the file may be far longer
+# Rows in order are read in larger pieces, up to these numbers of blocks and of bytes.
+_BLOCKS_IN_ORDER = 64
+_BYTES_IN_ORDER = 1 << 18
+_MARKS = 1024  # offsets of the index in one read
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -40,7 +41,7 @@ Rows = list[list[Any]]
 
 
 class IndexedFile(NamedTuple):
-    """A file, and what its index says of it."""
+    """A file, and what its index records about it."""
 
     location: str
     index_location: str
@@ -50,7 +51,7 @@ class IndexedFile(NamedTuple):
     stride: int  # the number of lines in a block
 
 
-class Request(NamedTuple):
+class FileRows(NamedTuple):
     """Rows of a file to read."""
 
     file: IndexedFile
@@ -87,7 +88,7 @@ class Lines:
             marks.write(_encode(np.array([size])))
         return size, rows, stride
 
-    def read(self, requests: Sequence[Request]) -> Rows:
+    def read(self, requests: Sequence[FileRows]) -> Rows:
         """Read rows of several files, all at once."""
         contents: dict[Hashable, bytes] = {}
         missing = list[_Blocks]()
@@ -153,7 +154,7 @@ class Lines:
             self._cache.put(key, marks[key], marks[key].nbytes)
         return marks
 
-    def _rows(self, request: Request, contents: dict[Hashable, bytes]) -> list[Any]:
+    def _rows(self, request: FileRows, contents: dict[Hashable, bytes]) -> list[Any]:
         file, by_block = request.file, dict[int, list[bytes]]()
         for block in {row // file.stride for row in request.rows}:
             lines = contents[file.location, block].split(b"\n")
@@ -230,7 +231,7 @@ class Parquet:
         """Return the size of the file, its number of rows, and 1."""
         return _size_of(self._reader, location), int(self._open(location)[1][-1]), 1
 
-    def read(self, requests: Sequence[Request]) -> Rows:
+    def read(self, requests: Sequence[FileRows]) -> Rows:
         """Read rows of several files."""
         return [self._read(file, np.asarray(rows)) for file, rows in requests]
 
@@ -265,7 +266,7 @@ class ArrayRecord:
         """Return the size of the file, its number of records, and 1."""
         return _size_of(self._reader, location), self._open(location).num_records(), 1
 
-    def read(self, requests: Sequence[Request]) -> Rows:
+    def read(self, requests: Sequence[FileRows]) -> Rows:
         """Read records of several files."""
         for file, _ in requests:
             _check_unchanged(self._reader, file)

@@ -27,9 +27,9 @@ _OPEN = 64  # files
 
 
 class Stamp(NamedTuple):
-    """What a file changes with its content."""
+    """Size and modification of a file, which change with its content."""
 
-    size: int | None  # None for an object, whose size no request tells
+    size: int | None  # None for an object, whose size no request returns
     version: str  # the time of the last change in nanoseconds, or the generation of an object
 
 
@@ -130,7 +130,7 @@ class FileReader:
             start += len(content)
 
     def write(self, location: str, content: IO[bytes]) -> None:
-        """Write a file. It is complete when it gets its name."""
+        """Write a file atomically."""
         if is_url(location):
             bucket, name = self._in_bucket(location)
             bucket.write(name, content.read())
@@ -205,7 +205,7 @@ def _fits(parts: list[str], pattern: list[str]) -> bool:
 
 
 def refuse_os_error(location: str, error: OSError) -> NoReturn:
-    """Raise an error of the system as one of the data."""
+    """Raise an OSError as a DataError."""
     got = f"{location}: {error.strerror}"
     refuse("files", "files that can be read", got, kind=DataError, cause=error)
 

@@ -17,11 +17,11 @@ from stepfold.core.validation import absolute_path, is_url, read_choice, read_fu
 from stepfold.data.file_formats import (
     HEADER_BYTES,
     ArrayRecord,
+    FileRows,
     Format,
     IndexedFile,
     Lines,
     Parquet,
-    Request,
     refuse_compressed,
 )
 from stepfold.data.file_reader import FileReader, Stamp, refuse_changed, split_query
@@ -123,10 +123,10 @@ def _find(paths: Any, reader: FileReader) -> list[str]:
         refuse("files", "a path, a URL, or a list of these", tree.describe_value(paths), advice)
     locations = []
     for path in several:
-        found = reader.find(path)
-        if not found:
+        matches = reader.find(path)
+        if not matches:
             refuse("files", "files", f"none that fit {os.fspath(path)!r}", kind=DataError)
-        locations += found
+        locations += matches
     seen = set[str]()
     for location in locations:
         if location in seen:
@@ -213,12 +213,12 @@ def _read_header(index: str, reader: FileReader) -> tuple[dict[str, Any] | None,
         header = json.loads(content)
     except (ValueError, RecursionError):
         return None, "damaged"
-    is_whole = isinstance(header, dict) and _is_whole(header, stamp)
-    return (header, "") if is_whole else (None, "damaged")
+    is_complete = isinstance(header, dict) and _is_complete(header, stamp)
+    return (header, "") if is_complete else (None, "damaged")
 
 
-def _is_whole(header: dict[str, Any], stamp: Stamp) -> bool:
-    """Whether a header is as it was written, in an index of its size, of a file of its size."""
+def _is_complete(header: dict[str, Any], stamp: Stamp) -> bool:
+    """Whether a header is undamaged, and its index and its file have the recorded sizes."""
     if header.get("checksum", "") not in ("", _checksum(header)):  # stepfold 0.2 wrote none
         return False
     if header.get("version") != _VERSION:
@@ -327,15 +327,16 @@ class Files(Source):
         groups = np.split(by_file, firsts[1:])
         for number, group in zip(numbers.tolist(), groups, strict=True):
             own = indices[group] - self._starts[number]
-            requests.append(Request(self._files[number], own.tolist()))
-        found: list[Any] = [None] * len(indices)
+            requests.append(FileRows(self._files[number], own.tolist()))
+        rows_in_order: list[Any] = [None] * len(indices)
         for group, rows_read in zip(groups, self._form.read(requests), strict=True):
             for position, row in zip(group.tolist(), rows_read, strict=True):
-                found[position] = row
+                rows_in_order[position] = row
         if self._parse is None:
-            return found
+            return rows_in_order
         return [
-            self._parsed(row, index) for row, index in zip(found, indices.tolist(), strict=True)
+            self._parsed(row, index)
+            for row, index in zip(rows_in_order, indices.tolist(), strict=True)
         ]
 
     def _parsed(self, row: Any, index: int) -> Any:
@@ -392,7 +393,7 @@ class Files(Source):
 
 
 def _names(indexed: Sequence[IndexedFile]) -> list[str]:
-    """Return the names of files below their common folder, as they are on another machine too."""
+    """Return paths relative to the common folder, which are the same on another machine."""
     parts = [split_query(file.location)[0].split("/") for file in indexed]
     folders = zip(*(each[:-1] for each in parts), strict=False)
     common = len([*itertools.takewhile(lambda same: len({*same}) == 1, folders)])

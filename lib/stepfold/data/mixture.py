@@ -157,8 +157,8 @@ class Mixture(Source):
         self._parts, self.names, self._source_key = parts, tuple(names), source_key
         self.keeps_arrays = all(part.keeps_arrays for part in parts)
         self._orders = [Order(part.length, seed, stream) for stream, part in enumerate(parts)]
-        self._given = dict(stages)
-        self._set_stages(self._given)
+        self._first_stages = dict(stages)
+        self._set_stages(self._first_stages)
         self.fingerprint = {
             "seed": seed,
             "weights": self._stages[0].weights,
@@ -221,7 +221,7 @@ class Mixture(Source):
             expected = f"pairs of an example and {count} weights, as get_state() gave"
             refuse("state: weights", expected, repr(changes), kind=DataError)
         new = copy.copy(self)
-        new._set_stages({**self._given, **later})
+        new._set_stages({**self._first_stages, **later})
         return new
 
     def __getitem__(self, index: int) -> Any:

@@ -384,15 +384,15 @@ class _Packer(NamedTuple):
             pieces = _pieces(lengths, length, split, truncate)
             parts = {path: [x[i][a:b] for i, a, b in pieces] for path, x in arrays.items()}
             lengths = [b - a for _, a, b in pieces]
-        plan = plan_rows(lengths, length)
+        rows = assign_rows(lengths, length)
         packed: PackedRows = {}
         for path, column in arrays.items():
             dtype, rest = column[0].dtype, column[0].shape[1:]
             padding = np.full((length, *rest), check_pad(path, pads[path], dtype), dtype)
-            in_rows = _in_rows(parts[path], padding, lengths, plan)
-            flat = concatenate(path, in_rows, len(plan) * length, column, start)
-            packed[path] = flat.reshape(len(plan), length, *rest)
-        packed.update(_segments(lengths, plan, length))
+            in_rows = _in_rows(parts[path], padding, lengths, rows)
+            flat = concatenate(path, in_rows, len(rows) * length, column, start)
+            packed[path] = flat.reshape(len(rows), length, *rest)
+        packed.update(_segments(lengths, rows, length))
         return packed
 
 
@@ -411,24 +411,24 @@ def _pieces(
 
 
 def _in_rows(
-    arrays: list[Any], padding: Any, lengths: list[int], plan: list[list[int]]
+    arrays: list[Any], padding: Any, lengths: list[int], rows: list[list[int]]
 ) -> list[Any]:
     """List the sequences of each row, followed by its padding."""
     parts = []
-    for row in plan:
+    for row in rows:
         parts += [arrays[i] for i in row]
         parts.append(padding[sum([lengths[i] for i in row]) :])
     return parts
 
 
-def _segments(lengths: list[int], plan: list[list[int]], length: int) -> PackedRows:
+def _segments(lengths: list[int], rows: list[list[int]], length: int) -> PackedRows:
     """Make the `segment_ids`, `positions` and `mask` of rows."""
-    shape = len(plan), length
+    shape = len(rows), length
     ramp = np.arange(length, dtype=np.int32)
     ramps = [ramp[:n] for n in lengths]
-    positions = np.concatenate(_in_rows(ramps, np.zeros(length, np.int32), lengths, plan))
-    ids = [[*range(1, len(row) + 1), 0] for row in plan]
-    counts = [[lengths[i] for i in row] for row in plan]
+    positions = np.concatenate(_in_rows(ramps, np.zeros(length, np.int32), lengths, rows))
+    ids = [[*range(1, len(row) + 1), 0] for row in rows]
+    counts = [[lengths[i] for i in row] for row in rows]
     repeats = [[*row, length - sum(row)] for row in counts]
     flat: Any = np.fromiter(chain.from_iterable(ids), np.int32)
     segment_ids = flat.repeat(np.fromiter(chain.from_iterable(repeats), np.intp)).reshape(shape)
@@ -473,7 +473,7 @@ def _padding_rows(like: PackedRows, rows: int, pad: Pad) -> PackedRows:
 # Bin packing
 
 
-def plan_rows(lengths: list[int], length: int) -> list[list[int]]:
+def assign_rows(lengths: list[int], length: int) -> list[list[int]]:
     """Assign sequences to rows by best-fit decreasing, or first-fit decreasing if it needs fewer.
 
     No sequence may be longer than a row.
@@ -483,12 +483,12 @@ def plan_rows(lengths: list[int], length: int) -> list[list[int]]:
       longest sequences.
     """
     order = np.argsort(-np.array(lengths), kind="stable").tolist()
-    plan = _best_fit(order, lengths, length)
-    if len(plan) > -(-sum(lengths) // length):  # above the lower bound: first-fit may need fewer
+    rows = _best_fit(order, lengths, length)
+    if len(rows) > -(-sum(lengths) // length):  # above the lower bound: first-fit may need fewer
         other = _first_fit(order, lengths, length)
-        plan = plan if len(plan) <= len(other) else other
-    plan.sort()  # by the index of the longest sequence, which comes first in each row
-    return [sorted(row) for row in plan]
+        rows = rows if len(rows) <= len(other) else other
+    rows.sort()  # by the index of the longest sequence, which comes first in each row
+    return [sorted(row) for row in rows]
 
 
 def _best_fit(order: list[int], lengths: list[int], length: int) -> list[list[int]]:
@@ -496,7 +496,7 @@ def _best_fit(order: list[int], lengths: list[int], length: int) -> list[list[in
 
     Bit n of `rooms` is set if a row has room for exactly n more tokens.
     """
-    plan: list[list[int]] = []
+    rows: list[list[int]] = []
     rows_with: list[list[int]] = [[] for _ in range(length + 1)]  # rows by their room
     rooms = 0
     for index in order:
@@ -505,27 +505,27 @@ def _best_fit(order: list[int], lengths: list[int], length: int) -> list[list[in
         if fitting:
             room = size + (fitting & -fitting).bit_length() - 1
             row = rows_with[room].pop()
-            plan[row].append(index)
+            rows[row].append(index)
             if not rows_with[room]:
                 rooms ^= 1 << room
         else:
-            room, row = length, len(plan)
-            plan.append([index])
+            room, row = length, len(rows)
+            rows.append([index])
         room -= size
         if room:
             rows_with[room].append(row)
             rooms |= 1 << room
-    return plan
+    return rows
 
 
 def _first_fit(order: list[int], lengths: list[int], length: int) -> list[list[int]]:
     """Put each sequence into the first row with room."""
-    plan: list[list[int]] = []
+    rows: list[list[int]] = []
     room = np.full(len(order), length)
     for index in order:
-        row = int(np.argmax(room[: len(plan) + 1] >= lengths[index]))
-        if row == len(plan):
-            plan.append([])
-        plan[row].append(index)
+        row = int(np.argmax(room[: len(rows) + 1] >= lengths[index]))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(index)
         room[row] -= lengths[index]
-    return plan
+    return rows

@@ -125,8 +125,9 @@ _CHANGED = ("get_state", "set_state", "without", "reweight")
 class ReadAhead:
     """Base class of iterators that read batches ahead, and have the attributes of the batches.
 
-    Those in `_PASSED_ON` do not depend on how far the batches are read. The others that batches may
-    have are methods here, with an underscore. A wrapper leaves out what it `_lacks`.
+    Attributes in `_PASSED_ON` do not depend on how far the batches are read ahead. A subclass
+    implements each method in `_CHANGED` with an underscore before its name; it exists if the
+    batches have it. A subclass does not pass on what it `_lacks`.
     """
 
     reuses_buffers = False
@@ -189,7 +190,7 @@ class Prefetch(ReadAhead):
         self._is_over = False
         self._state: bytes | None = None  # after the last batch returned; None if none was
         self._failed: Any = _NONE  # a batch that was read, and could not be placed
-        self._reader: _Reader | None = None
+        self._reader: _ReaderThread | None = None
         self._placing: tuple[Any, ...] = ()  # the contexts of the thread that change its batches
         self._stop: Callable[[], object] = lambda: None
 
@@ -217,18 +218,18 @@ class Prefetch(ReadAhead):
             finally:
                 del item, error  # avoid a reference cycle: the traceback refers to this frame
 
-    def _start(self) -> "_Reader":
+    def _start(self) -> "_ReaderThread":
         if self._state is None:
             self._state = _copy_state(self._iterator)
         self._placing = _read_placing()
-        reader = _Reader(self._iterator, self._place, self._failed, self._size)
+        reader = _ReaderThread(self._iterator, self._place, self._failed, self._size)
         self._failed, self._stop = _NONE, weakref.finalize(self, reader.stop)
         reader.start()
         self._reader = reader
         return reader
 
     def _leave_parent(self) -> None:
-        """Continue from the same position in a process that was forked, which has no thread."""
+        """Continue from the same position in a forked process, which has no thread."""
         self._lock, self._process = threading.Lock(), os.getpid()  # a thread may hold the old
         if self._reader is None or self._reader.is_stopped or self._is_over:
             return
@@ -307,7 +308,7 @@ class Prefetch(ReadAhead):
             self._is_over, self._state = False, None
 
     def _without(self, ranges: Any) -> "Prefetch":
-        """Return prefetched batches without some of these, after the last batch returned."""
+        """Return prefetched batches that skip ranges of these, after the last batch returned."""
         self._rewind()
         return prefetch(self._iterator.without(ranges), sharding=self._place, size=self._size)
 
@@ -336,7 +337,7 @@ class _Failure(NamedTuple):
     batch: Any
 
 
-class _Reader:
+class _ReaderThread:
     """The thread that reads batches, and the queues that it shares with the iterator.
 
     It has no reference to the iterator. So an unused iterator is garbage collected, and its

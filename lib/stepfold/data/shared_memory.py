@@ -1,4 +1,4 @@
-"""Pass trees to another process: a pickle, and the bytes of its arrays, in shared memory.
+"""Pass trees to another process in shared memory, as a pickle and the bytes of its arrays.
 
 An array is written once, and read without a copy.
 """
@@ -20,11 +20,11 @@ from stepfold.errors import ConfigError
 
 Array = np.ndarray[Any, Any]
 
-_ALIGNMENT = 64  # jax on CPU uses memory that is aligned so without a copy
+_ALIGNMENT = 64  # jax on CPU uses memory with this alignment without a copy
 _PAGE = 4096
 
 
-class Memory:
+class SharedMemory:
     """Anonymous memory that processes share by its file descriptor, and that grows on demand.
 
     It has no name, so that nothing is left behind if all of its processes are killed.
@@ -65,7 +65,7 @@ class Pickled(NamedTuple):
     data: bytes
     buffers: list[Any]
 
-    def write(self, memory: Memory) -> None:
+    def write(self, memory: SharedMemory) -> None:
         """Write the value to the start of some memory."""
         parts = [np.frombuffer(part, np.uint8) for part in (self.data, *self.buffers)]
         header = np.array([len(parts), *(part.nbytes for part in parts)], np.int64).view(np.uint8)
@@ -76,8 +76,8 @@ class Pickled(NamedTuple):
             target[start:stop] = part
 
 
-def read(memory: Memory) -> Array:
-    """Return the bytes of the value that was written to some memory."""
+def read(memory: SharedMemory) -> Array:
+    """Return the bytes that `Pickled.write` has written."""
     (count,) = memory.view(8).view(np.int64).tolist()
     return memory.view(_ranges(memory.view(8 * (1 + count)))[-1][1])
 

@@ -39,7 +39,7 @@ class Source:
     def difference(self, saved: Any) -> str:
         """Describe how the source differs from one with a saved fingerprint; empty if it does not.
 
-        No fingerprint was saved of a source that had none.
+        A source without a fingerprint saves None.
         """
         if saved is None or saved == self.fingerprint:
             return ""
@@ -244,7 +244,7 @@ class SequenceSource(Source):
 
 
 def _read_fingerprint(source: Any) -> Any:
-    """Return the `fingerprint` of a user's source, as it is after a save."""
+    """Return the `fingerprint` of a user's source, as JSON returns it."""
     fingerprint = getattr(source, "fingerprint", None)
     try:
         return json.loads(json.dumps(fingerprint))

@@ -11,7 +11,7 @@ from stepfold import tree
 from stepfold.core.validation import read_integer
 from stepfold.data.copies import copy_array, copy_example
 from stepfold.data.dtypes import warn_of_wrapped
-from stepfold.data.epochs import Shard, Sizes, Skips, refuse_size, size_at
+from stepfold.data.epochs import BatchSizes, Shard, Skips, refuse_size, size_at
 from stepfold.data.sources import Source, check_examples, differences
 from stepfold.errors import DataError, refuse
 from stepfold.internals.datasets import has_shuffle_buffer
@@ -29,7 +29,9 @@ class BatchIterator:
 
     _source: Source | None = None  # streams have none
 
-    def __init__(self, builder: Any, sizes: Sizes, shard: Shard, pipeline: dict[str, Any]) -> None:
+    def __init__(
+        self, builder: Any, sizes: BatchSizes, shard: Shard, pipeline: dict[str, Any]
+    ) -> None:
         self._builder, self._sizes, self._shard = builder, sizes, shard
         self._pipeline, self._skips = pipeline, Skips()
         # Stacking makes new arrays, and views of a source are of memory that it keeps.
@@ -49,7 +51,7 @@ class BatchIterator:
         return self._skips.index(read_integer("step", step, 0))
 
     @property
-    def batch_sizes(self) -> Sizes:
+    def batch_sizes(self) -> BatchSizes:
         """The global batch sizes: pairs of a step and the size from that step on."""
         return [*{self._skips.step(index): size for index, size in self._sizes}.items()]
 
@@ -123,7 +125,7 @@ class StreamBatches(BatchIterator):
         self,
         stream: "Stream",
         builder: Any,
-        sizes: Sizes,
+        sizes: BatchSizes,
         shard: Shard,
         pipeline: dict[str, Any],
         epochs: int | None,
@@ -216,7 +218,7 @@ class StreamBatches(BatchIterator):
         new batches.
         """
         new = self.without([])
-        new._builder, new._has_checked_values = _Reader(self._builder.pads), True
+        new._builder, new._has_checked_values = _DeferredBuilder(self._builder.pads), True
         return new, self._builder
 
     def get_state(self) -> dict[str, Any]:
@@ -268,8 +270,8 @@ class StreamBatches(BatchIterator):
         return self._epochs is None or self._stream.endless
 
 
-class _Reader(NamedTuple):
-    """Take the place of a `BatchBuilder`, and return what it would make a batch of."""
+class _DeferredBuilder(NamedTuple):
+    """Stands in for a `BatchBuilder`, and returns its arguments, so that another builds later."""
 
     pads: bool
 

@@ -25,20 +25,20 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from stepfold.data.shared_memory import Memory, dump, load, read
+from stepfold.data.shared_memory import SharedMemory, dump, load, read
 
 NO_JAX = "none_in_workers"
 """A platform that jax does not know, so that it raises if a worker uses it."""
 
-# All that may be large is in shared memory, so a send never waits. A worker gets the number of a
-# slot, whose request its answer replaces, and returns the number.
+# Large values are in shared memory, so a send never blocks. A worker gets the number of a slot,
+# replaces the request in it with the reply, and returns the number.
 NUMBER_BYTES = 8
 """The size of a message to the nursery, the number of the worker to start, whose descriptors come
 with it. If the worker replaces one that has died, the nursery answers with how that one ended."""
 
 
 class Reply(NamedTuple):
-    """What came of a request."""
+    """The reply to a request."""
 
     kind: str  # "batch", "end" or "error"
     value: Any  # the batch, or a Failure
@@ -139,7 +139,7 @@ def _spawn(payload_fd: int, fds: list[int]) -> int:
 
 
 def _wait(worker: int) -> int:
-    """Return how a worker ended, whose connection is closed."""
+    """Return the exit code of a worker that has closed its connection."""
     for _ in range(100):
         ended, status = os.waitpid(worker, os.WNOHANG)
         if ended:
@@ -151,7 +151,7 @@ def _wait(worker: int) -> int:
 
 def _load(payload_fd: int) -> Any:
     """Read what makes the batches. Its arrays are shared, until a worker changes one."""
-    return load(Memory(payload_fd).private_view())
+    return load(SharedMemory(payload_fd).private_view())
 
 
 def _work(maker: Callable[[Any], Any], connection_fd: int, *slot_fds: int) -> None:
@@ -160,7 +160,7 @@ def _work(maker: Callable[[Any], Any], connection_fd: int, *slot_fds: int) -> No
 
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the nursery
-    connection, slots = Connection(connection_fd), [Memory(fd) for fd in slot_fds]
+    connection, slots = Connection(connection_fd), [SharedMemory(fd) for fd in slot_fds]
     try:
         while True:
             slot = connection.recv()
@@ -170,7 +170,7 @@ def _work(maker: Callable[[Any], Any], connection_fd: int, *slot_fds: int) -> No
         return
 
 
-def _answer(maker: Callable[[Any], Any], memory: Memory) -> None:
+def _answer(maker: Callable[[Any], Any], memory: SharedMemory) -> None:
     """Make a batch, and write it in place of its request."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")  # the parent filters them

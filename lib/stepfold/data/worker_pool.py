@@ -1,4 +1,4 @@
-"""The parent's side of worker processes: requests to them, their answers, and their deaths.
+"""The parent's side of worker processes: requests, replies, and replacement of dead workers.
 
 A request describes a batch completely. So a worker has no state that matters, and a new process
 makes the batches of one that died.
@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from stepfold.data.shared_memory import Memory, Pickled, dump, load, read
+from stepfold.data.shared_memory import Pickled, SharedMemory, dump, load, read
 from stepfold.data.worker_main import NO_JAX, NUMBER_BYTES, Failure, Reply, command
 from stepfold.errors import DataError, refuse
 
@@ -36,8 +36,8 @@ _ONE_THREAD = dict.fromkeys(
 )
 
 
-class Request:
-    """A request to a worker, and what came of it."""
+class BatchRequest:
+    """A request to a worker, and its reply."""
 
     def __init__(self, worker: "_Worker", slot: int, pickled: Pickled) -> None:
         self.worker, self.slot, self.pickled = worker, slot, pickled
@@ -60,18 +60,18 @@ class WorkerPool:
         self._processes.start()
         self.close = weakref.finalize(self, self._processes.close)
 
-    def submit(self, message: Any) -> Request:
+    def submit(self, message: Any) -> BatchRequest:
         """Ask for a batch, by a message that can be pickled."""
         worker = next(self._turns)
         while not worker.free:
             self._read(worker)
-        request = Request(worker, worker.free.pop(), dump(message))
+        request = BatchRequest(worker, worker.free.pop(), dump(message))
         worker.pending.append(request)
         _send(request)
         return request
 
-    def receive(self, request: Request) -> Reply:
-        """Wait for what came of a request.
+    def receive(self, request: BatchRequest) -> Reply:
+        """Wait for the reply to a request.
 
         If the processes that made it died, its kind is "died", and its value the last exit code.
 
@@ -97,7 +97,7 @@ class WorkerPool:
             request.reply = _open(worker, slot)
 
     def _replace(self, worker: "_Worker") -> None:
-        """Start another process in place of one that died, to make what it has not made."""
+        """Start another process in place of one that died, and send its open requests again."""
         worker.deaths += 1
         status, new = self._processes.replace(worker)
         if worker.deaths == ATTEMPTS:  # leave out the batch that kills it
@@ -110,7 +110,7 @@ class WorkerPool:
                 _send(request)
 
 
-def _send(request: Request) -> None:
+def _send(request: BatchRequest) -> None:
     worker, slot = request.worker, request.slot
     request.pickled.write(worker.slots[slot])
     with contextlib.suppress(ConnectionError):  # it has died, which `_read` will see
@@ -118,7 +118,7 @@ def _send(request: Request) -> None:
 
 
 def _open(worker: "_Worker", slot: int) -> Reply:
-    """Return a reply in shared memory, which is free again when no array of it is left."""
+    """Load a reply from shared memory, which is free again when no array refers to it."""
     root = read(worker.slots[slot])
     held = len(worker.slots) - len(worker.free) - len(worker.pending)
     if held > _HELD:  # else there might be no memory for the next request
@@ -139,15 +139,15 @@ def spell_status(status: int) -> str:
 
 
 class _Worker:
-    """A worker, which may be one process after another, and the requests it has not answered."""
+    """A worker and its open requests. If its process dies, another one takes its place."""
 
     connection: "Connection"
 
     def __init__(self, number: int, slots: int) -> None:
         self.number, self.deaths = number, 0
-        self.slots = [Memory() for _ in range(slots)]
+        self.slots = [SharedMemory() for _ in range(slots)]
         self.free = list(range(slots))  # a stack, so that slots that are not needed stay empty
-        self.pending: deque[Request] = deque()
+        self.pending: deque[BatchRequest] = deque()
 
 
 class _Processes:
@@ -155,7 +155,7 @@ class _Processes:
 
     def __init__(self, maker: Any, count: int, slots: int, may_fork: bool) -> None:
         pickled = dump(maker)
-        self._payload, self._may_fork = Memory(), may_fork
+        self._payload, self._may_fork = SharedMemory(), may_fork
         pickled.write(self._payload)
         self.workers = [_Worker(number, slots) for number in range(count)]
         self.are_loaded, self._parent = False, os.getpid()

@@ -1,7 +1,7 @@
 """Make batches in worker processes, with the same bits for any number of them.
 
-What has random access is made from a position, which is all that a worker needs. A stream is read
-here, and its examples are sent to the workers, which transform and batch them.
+For batches with random access, a worker needs only a position. A stream is read in this process.
+Its examples are sent to the workers, which transform and batch them.
 """
 
 import copy
@@ -19,7 +19,7 @@ from stepfold.data.dtypes import warn_of_wrapped
 from stepfold.data.prefetch import ReadAhead
 from stepfold.data.stream import BatchIterator, StreamBatches, refuse_stop_iteration
 from stepfold.data.worker_main import Failure, Reply
-from stepfold.data.worker_pool import ATTEMPTS, Request, WorkerPool, spell_status
+from stepfold.data.worker_pool import ATTEMPTS, BatchRequest, WorkerPool, spell_status
 from stepfold.errors import DataError, refuse
 
 _MOST_AHEAD = 60  # each is a file descriptor, of which one message holds a limited number
@@ -28,17 +28,17 @@ _MOST_AHEAD = 60  # each is a file descriptor, of which one message holds a limi
 def workers(batches: Any, count: int, *, ahead: int = 2) -> "Workers":
     """Make batches in other processes, in order, and ahead of the loop.
 
-    For transforms that take long in Python, which a thread cannot speed up. The batches, their
-    order and their positions do not depend on the number of processes: a run may resume with any
-    other. An error is raised at the batch that caused it, as the exception of the worker, whose
-    traceback is its cause. The next `next` then makes this batch again.
+    Use it for slow transforms in Python, which a thread cannot speed up. The batches, their order
+    and their positions do not depend on the number of processes: a run may resume with any other.
+    An error is raised at the batch that caused it, as the exception of the worker, whose traceback
+    is its cause. The next `next` then makes this batch again.
 
     The processes start with the first `next`, which takes about two seconds. They do not run the
     script, so it needs no `if __name__ == "__main__"`. They end with `close()` or the `with` block,
     when the iterator is garbage collected, and whenever this process ends, even if it is killed. If
-    one dies, another makes its batches; a batch of which three die is an error. A process that is
-    forked from this one has its own position, and starts its own processes; arrays of batches from
-    before the fork may change in it.
+    one dies, another makes its batches; a batch that ends three processes is an error. A process
+    that is forked from this one has its own position, and starts its own processes; arrays of
+    batches from before the fork may change in it.
 
     Workers are for Python and numpy: jax does not run in them. Functions and classes that a script
     or a notebook defines, lambdas and closures are sent by cloudpickle, which
@@ -128,7 +128,7 @@ class Workers(ReadAhead):
             self.reuses_buffers = getattr(messages.batches, "reuses_buffers", True)
         self._make: _StateMaker | _ExampleMaker | None = None  # without processes
         self._position = messages.get_state()  # after the last batch returned
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_PendingBatch] = deque()
         self._error: Exception | None = None  # of the stream, after the pending batches
         self._has_checked_values = False
         self._registry: dict[Any, Any] = {}  # of the warnings of workers that were shown
@@ -136,7 +136,7 @@ class Workers(ReadAhead):
 
     @property
     def _locked(self) -> threading.RLock:
-        """The lock of this process. One that was forked leaves the pool to its parent."""
+        """The lock of this process. A forked process makes its own, and drops the parent's pool."""
         if self._process != os.getpid():
             self._lock, self._process = threading.RLock(), os.getpid()  # a thread may hold the old
             self.close()
@@ -175,14 +175,14 @@ class Workers(ReadAhead):
             except Exception as error:  # noqa: BLE001  raised after the batches before
                 self._error = error
             else:
-                self._pending.append(_Pending(message, self._messages.get_state()))
+                self._pending.append(_PendingBatch(message, self._messages.get_state()))
         for pending in self._pending:
             if self._pool is not None and pending.request is None:
                 pending.request = self._pool.submit(pending.message)
 
-    def _receive(self, pool: WorkerPool, pending: "_Pending") -> Any:
+    def _receive(self, pool: WorkerPool, pending: "_PendingBatch") -> Any:
         try:
-            reply = pool.receive(cast(Request, pending.request))
+            reply = pool.receive(cast(BatchRequest, pending.request))
         except BaseException:  # such as KeyboardInterrupt in the middle of a message
             self.close()
             raise
@@ -248,18 +248,18 @@ class Workers(ReadAhead):
             return new
 
 
-class _Pending:
+class _PendingBatch:
     """A pending batch: what a process makes it of, the state after it, and the pool's request."""
 
     def __init__(self, message: Any, after: dict[str, Any]) -> None:
         self.message, self.after = message, after
-        self.request: Request | None = None
+        self.request: BatchRequest | None = None
 
 
 class _States:
     """An iterator over the states from which batches with random access are made.
 
-    With a state come the skips, the arguments of the calls of `without` that made the batches.
+    Each state comes with the skips: the arguments of the calls of `without` so far.
     """
 
     def __init__(self, batches: Any, unchanged: Any, skips: tuple[Any, ...]) -> None:
@@ -291,7 +291,7 @@ class _States:
 
 
 class _StateMaker:
-    """Make a batch of the skips of the batches, and a state."""
+    """Make a batch from the skips and a state."""
 
     def __init__(self, batches: Any) -> None:
         self._unchanged = self._batches = batches

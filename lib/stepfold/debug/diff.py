@@ -93,8 +93,8 @@ def diff(
     ...     _ = sf.fit(step, state, batches, steps=40, run_dir=run_dir, checkpoints=checkpoints)
     ...     return folder
     >>> folder = Path(tempfile.mkdtemp())
-    >>> found = diff(train(folder / "a", 0.1), train(folder / "b", 0.2))
-    >>> found.step, found.leaf, str(found.cause), found.is_equal
+    >>> difference = diff(train(folder / "a", 0.1), train(folder / "b", 0.2))
+    >>> difference.step, difference.leaf, str(difference.cause), difference.is_equal
     (10, 'params', 'config: rate 0.1 -> 0.2', False)
     """
     read_positive("rtol", rtol, allow_zero=True)
@@ -109,19 +109,21 @@ def diff(
     saved, compared = _compare_checkpoints(*runs, missing, rtol)
     first = min((at for at in (rows["row"], saved["checkpoint"]) if at is not None), default=None)
     differences, equal = _compare_settings(*runs)
-    found = RunDiff(
+    difference = RunDiff(
         runs=(runs[0].name, runs[1].name), steps=(runs[0].step, runs[1].step), step=first,
         causes=differences, others=(), equal=equal, compared=compared_rows | compared,
         missing=missing, **rows, **saved,
     )  # fmt: skip
-    found = _attribute(found)
-    until = found.step if found.checkpoint is None else found.checkpoint
-    if step is None or until is None or until <= found.equal_until:  # then the states are equal
-        return found
+    difference = _attribute(difference)
+    until = difference.step if difference.checkpoint is None else difference.checkpoint
+    if (
+        step is None or until is None or until <= difference.equal_until
+    ):  # then the states are equal
+        return difference
     from stepfold.debug.lockstep import replay_steps  # lazy: imports jax
 
     other = step_b or step, batches if batches_b is None else batches_b
-    return replay_steps(found, runs, state, [(step, batches), other], until)
+    return replay_steps(difference, runs, state, [(step, batches), other], until)
 
 
 # Metrics
@@ -198,9 +200,9 @@ def _compare_leaves(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[st
     """Return the leaves that differ, and how many could be compared."""
     different, count = [], 0
     for name in {**a, **b}:
-        one, other = a.get(name, {}), b.get(name, {})
-        shared = one.keys() & other.keys()
-        is_same = bool(shared) and all(one[region] == other[region] for region in shared)
+        first, second = a.get(name, {}), b.get(name, {})
+        shared = first.keys() & second.keys()
+        is_same = bool(shared) and all(first[region] == second[region] for region in shared)
         different += [] if is_same else [name]
         count += len(shared) > 1 or not is_same  # without shared shards, only the form can differ
     return different, count
@@ -234,22 +236,22 @@ def _compare_settings(first: RunRecord, second: RunRecord) -> tuple[list[Cause],
             if old != new and path not in causes:
                 change = "" if kind == "program" else f" {_spell(old)} -> {_spell(new)}"
                 causes[path] = Cause(kind, f"{name}{change}{where}".strip(), start)
-    found = [*causes.values()]
+    listed = [*causes.values()]
     for run, other in ((first, second), (second, first)):
         alone = sorted({*run.notes} - {*other.notes})
-        found += [Cause("note", f"{run.name}: step {at:,}: {text}", at) for at, text in alone]
-    different = {cause.kind for cause in found}
-    return found, [each for each in sections if each not in different]
+        listed += [Cause("note", f"{run.name}: step {at:,}: {text}", at) for at, text in alone]
+    different = {cause.kind for cause in listed}
+    return listed, [each for each in sections if each not in different]
 
 
-def _attribute(found: RunDiff) -> RunDiff:
+def _attribute(difference: RunDiff) -> RunDiff:
     """Divide the causes into those that may be it and others, or infer what is left.
 
     What holds from before a checkpoint on at which the states are equal has no effect on them.
     """
-    until = -1 if found.step is None else found.step
-    is_of_metrics = found.row is not None and found.row <= found.equal_until
-    since = 0 if is_of_metrics else found.equal_until
+    until = -1 if difference.step is None else difference.step
+    is_of_metrics = difference.row is not None and difference.row <= difference.equal_until
+    since = 0 if is_of_metrics else difference.equal_until
 
     def may_be(each: Cause) -> bool:
         name = each.what.partition("/")[0].partition(" ")[0]
@@ -257,16 +259,16 @@ def _attribute(found: RunDiff) -> RunDiff:
         # A state may be replaced right before it is saved.
         return has_effect and since <= each.since < until + (each.kind == "note")
 
-    causes = sorted(found.causes, key=lambda cause: (cause.kind == "program", cause.since))
+    causes = sorted(difference.causes, key=lambda cause: (cause.kind == "program", cause.since))
     likely, others = [*filter(may_be, causes)], [str(x) for x in causes if not may_be(x)]
     if not likely and until >= 0:
         left = {**_NOT_WRITTEN}
-        if "program" in {*found.equal, *(each.kind for each in causes)}:
+        if "program" in {*difference.equal, *(each.kind for each in causes)}:
             del left["code"]
         if is_of_metrics:
             left = {"metric": "how it is computed, or the data of an evaluation"}
         likely = [Cause(kind, what, since) for kind, what in left.items()]
-    return found._replace(causes=likely, others=others)
+    return difference._replace(causes=likely, others=others)
 
 
 def _spell(value: Any) -> str:

@@ -32,7 +32,7 @@ from stepfold.runs.reread import reread
 
 
 def replay_steps(
-    found: RunDiff,
+    difference: RunDiff,
     runs: Sequence[RunRecord],
     state: Any,
     programs: Sequence[tuple[StepFn, Any]],
@@ -42,7 +42,7 @@ def replay_steps(
 
     `programs` are the step and the batches of each run.
     """
-    start, positions = found.equal_until, [None, None]
+    start, positions = difference.equal_until, [None, None]
     stores = {run.name: run.checksums for run in runs if run.checksums is not None}
 
     def load(series: Checksums, step: int) -> Restored:
@@ -53,7 +53,7 @@ def replay_steps(
         positions, state = [each.data for each in restored], restored[0].state
     elif runs[0].key != runs[1].key:
         cause = Cause("key", "the keys of the states at the start")
-        return found._replace(step=1, leaves=["key"], causes=[cause, *found.causes])
+        return difference._replace(step=1, leaves=["key"], causes=[cause, *difference.causes])
     elif any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
         expected = "the state that both runs started with, since they share no checkpoint"
         refuse("state", expected, "an abstract one")
@@ -72,26 +72,26 @@ def replay_steps(
                 refuse("batches", f"a batch for step {number}", "none", kind=DataError)
             before = copy_arrays(states[0])
             calls = zip(runners, states, batches, strict=True)
-            states = [run(one, [copy_arrays(batch)])[0] for run, one, batch in calls]
+            states = [run(own, [copy_arrays(batch)])[0] for run, own, batch in calls]
             if leaves := different_leaves(*states):
                 causes = [*_causes(before, batches, steps)]
                 # Measured causes replace the inferred ones.
                 known = {"data", "hardware", "compiler", "code", "program"} if causes else set()
-                causes += [each for each in found.causes if each.kind not in known]
-                found = found._replace(step=number, equal_until=number - 1, leaves=leaves)
-                return found._replace(causes=causes, replays=2 * (number - start))
+                causes += [each for each in difference.causes if each.kind not in known]
+                difference = difference._replace(step=number, equal_until=number - 1, leaves=leaves)
+                return difference._replace(causes=causes, replays=2 * (number - start))
     causes = [
         Cause("fault", f"{name} has not saved what its steps compute", start)
         for name, each in stores.items()
         if until in each.steps and different_leaves(states[0], load(each, until).state)
     ]
-    return found._replace(causes=[*causes, *found.causes], replays=2 * (until - start))
+    return difference._replace(causes=[*causes, *difference.causes], replays=2 * (until - start))
 
 
 def different_leaves(a: Any, b: Any) -> list[str]:
     """Return the paths of the leaves whose bits differ."""
-    one, other = ({name: _bits(leaf) for name, leaf in tree.named_leaves(x)} for x in (a, b))
-    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    first, second = ({name: _bits(leaf) for name, leaf in tree.named_leaves(x)} for x in (a, b))
+    return [name for name in {**first, **second} if first.get(name) != second.get(name)]
 
 
 def _bits(leaf: Any) -> tuple[Any, ...]:
@@ -144,10 +144,10 @@ def find_operation(steps: Sequence[StepFn], state: Any, batch: Any) -> str:
     """Describe the first operation of two programs whose value differs for equal arguments."""
     try:
         runs = [_operations(*_trace(step, state, batch)) for step in steps]
-        for (one, values), (other, others) in itertools.zip_longest(*runs, fillvalue=(None, ())):
-            if _form(one) != _form(other) or different_leaves(values, others):
+        for (first, values), (second, others) in itertools.zip_longest(*runs, fillvalue=(None, ())):
+            if _form(first) != _form(second) or different_leaves(values, others):
                 texts = [
-                    f"{each.primitive.name} at {line_of(each)}" for each in (one, other) if each
+                    f"{each.primitive.name} at {line_of(each)}" for each in (first, second) if each
                 ]
                 return " and ".join(dict.fromkeys(texts))
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:

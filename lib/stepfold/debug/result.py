@@ -17,6 +17,10 @@ class Cause(NamedTuple):
         what its program computes, a `"fault"`.
       what: a sentence for people.
       since: the step after which it may have an effect.
+
+    >>> import stepfold as sf
+    >>> print(sf.debug.Cause("config", "rate 0.1 -> 0.2"))
+    config: rate 0.1 -> 0.2
     """
 
     kind: str
@@ -48,6 +52,13 @@ class RunDiff(NamedTuple):
         were compared, with `"last_row"` and `"last_checkpoint"`.
       missing: what could not be compared, and why.
       replays: how many steps were run again.
+
+    >>> import stepfold as sf
+    >>> empty = {"rows": 0, "checkpoints": 0, "leaves": 0, "last_row": 0, "last_checkpoint": 0}
+    >>> parts = (None, 0, None, (), None, {}, {}, (), (), (), empty, ())
+    >>> found = sf.debug.RunDiff(("a", "b"), (40, 40), *parts)
+    >>> found.is_equal, found.exit_code
+    (None, 2)
     """
 
     runs: tuple[str, str]
@@ -98,47 +109,47 @@ class RunDiff(NamedTuple):
         """Return the result as what JSON can hold, with NaN and inf as text."""
         plain = self._asdict() | {"causes": [each._asdict() for each in self.causes]}
         plain |= {name: getattr(self, name) for name in ("leaf", "is_equal")}
-        found: dict[str, Any] = json.loads(json.dumps(plain), parse_constant=str)
-        return found
+        parsed: dict[str, Any] = json.loads(json.dumps(plain), parse_constant=str)
+        return parsed
 
     def __str__(self) -> str:
         lines = (f"  {name:10}{text}" for name, text in _lines(self))
         return "\n".join([_headline(self), *lines])
 
 
-def _headline(found: RunDiff) -> str:
-    if found.is_equal:
-        return f"equal up to step {found.steps[0]:,}, the last of both"
-    if found.step is None:
-        ends = f"the runs end at steps {found.steps[0]:,} and {found.steps[1]:,}"
-        return f"no difference up to step {found.compared_until:,}, and no more to compare: {ends}"
-    where = f"step {found.step:,}"
-    if found.step > found.equal_until + 1:
-        where = f"after step {found.equal_until:,}, at the latest in {where}"
-    return f"first difference: {where} of {min(found.steps):,}"
+def _headline(diff: RunDiff) -> str:
+    if diff.is_equal:
+        return f"equal up to step {diff.steps[0]:,}, the last of both"
+    if diff.step is None:
+        ends = f"the runs end at steps {diff.steps[0]:,} and {diff.steps[1]:,}"
+        return f"no difference up to step {diff.compared_until:,}, and no more to compare: {ends}"
+    where = f"step {diff.step:,}"
+    if diff.step > diff.equal_until + 1:
+        where = f"after step {diff.equal_until:,}, at the latest in {where}"
+    return f"first difference: {where} of {min(diff.steps):,}"
 
 
-def _lines(found: RunDiff) -> Iterator[tuple[str, str]]:
-    count = found.compared
-    if found.leaves:
-        more = f" and {len(found.leaves) - 1:,} more" if len(found.leaves) > 1 else ""
-        of = f"{len(found.leaves):,} of {count['leaves']:,} leaves"
-        at = found.step if found.equal_until + 1 == found.step else found.checkpoint
-        yield "where", f"{found.leaves[0]}{more}, {of} at step {at:,}"
-    if found.row is not None:
-        values = [f"{n} {a} -> {b}" for n, (a, b) in [*found.rows.items()][:3]]
-        is_alone = found.row <= found.equal_until
-        states = f"; the states are equal up to step {found.equal_until:,}" if is_alone else ""
-        yield "metrics", f"{', '.join(values)} at step {found.row:,}{states}"
-        points = [f"{step:,}: {value:.1e}" for step, value in found.growth.items()]
+def _lines(diff: RunDiff) -> Iterator[tuple[str, str]]:
+    count = diff.compared
+    if diff.leaves:
+        more = f" and {len(diff.leaves) - 1:,} more" if len(diff.leaves) > 1 else ""
+        of = f"{len(diff.leaves):,} of {count['leaves']:,} leaves"
+        at = diff.step if diff.equal_until + 1 == diff.step else diff.checkpoint
+        yield "where", f"{diff.leaves[0]}{more}, {of} at step {at:,}"
+    if diff.row is not None:
+        values = [f"{n} {a} -> {b}" for n, (a, b) in [*diff.rows.items()][:3]]
+        is_alone = diff.row <= diff.equal_until
+        states = f"; the states are equal up to step {diff.equal_until:,}" if is_alone else ""
+        yield "metrics", f"{', '.join(values)} at step {diff.row:,}{states}"
+        points = [f"{step:,}: {value:.1e}" for step, value in diff.growth.items()]
         yield "grows", f"relative, at step {', '.join(points)}"
-    yield from (("cause", str(cause)) for cause in found.causes)
-    if found.others:
-        yield "others", "; ".join(found.others)
-    if found.equal:
-        yield "equal", " · ".join(found.equal)
+    yield from (("cause", str(cause)) for cause in diff.causes)
+    if diff.others:
+        yield "others", "; ".join(diff.others)
+    if diff.equal:
+        yield "equal", " · ".join(diff.equal)
     saved = "no checkpoint"
     if count["checkpoints"]:
         saved = f"{count['checkpoints']:,} checkpoints of {count['leaves']:,} leaves"
     yield "compared", f"{count['rows']:,} rows of metrics, {saved}"
-    yield from (("missing", each) for each in found.missing)
+    yield from (("missing", each) for each in diff.missing)

@@ -14,7 +14,7 @@ from stepfold.core.validation import absolute_path, is_url
 from stepfold.errors import StepfoldError, refuse
 from stepfold.json_files import parse_json
 from stepfold.object_storage import Bucket
-from stepfold.runs.report.read import Curve, read_curves
+from stepfold.runs.report.read import CurveArrays, read_curves
 
 _SECTIONS = ("config", "arguments", "versions", "devices", "mesh", "seed", "parameters")
 
@@ -48,7 +48,7 @@ class RunRecord:
         self.timeline: list[tuple[int, dict[str, Any]]] = []
         self.notes: list[tuple[int, str]] = []
         self.skipped: list[tuple[int, int]] = []
-        self.curves: Mapping[str, Curve] = {}
+        self.curves: Mapping[str, CurveArrays] = {}
         self.checksums: Checksums | None = None
         self.config = self.key = None
         with self._converted("run.json", self.missing):

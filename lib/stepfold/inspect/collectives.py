@@ -63,9 +63,9 @@ def collectives(program: "Program", mesh: Mesh | None = None) -> list[Collective
     """
     sizes = {str(name): size for name, size in mesh.shape.items()} if mesh is not None else {}
     alike = defaultdict(list)
-    for run in walk(program):
-        if _KINDS.fullmatch(run.instruction.op) and not _is_continued(run, program):
-            entry = _collective(run, program, sizes)
+    for execution in walk(program):
+        if _KINDS.fullmatch(execution.instruction.op) and not _is_continued(execution, program):
+            entry = _collective(execution, program, sizes)
             alike[entry.kind, entry.axes, entry.devices, entry.dtype].append(entry)
     merged = [_merge(entries) for entries in alike.values()]
     return sorted((entry for entry in merged if entry.devices > 1), key=lambda entry: -entry.moved)
@@ -81,26 +81,26 @@ def unknown_loops(program: "Program") -> list[str]:
             for inner in program.computations.get(name, ())
         )
 
-    loops = [run.instruction for run in walk(program) if run.instruction.op == "while"]
+    loops = [each.instruction for each in walk(program) if each.instruction.op == "while"]
     unknown = [loop for loop in loops if loop.trips is None and contains_collective(loop)]
     return [scope(loop) or loop.name for loop in unknown]
 
 
-def _is_continued(run: "Run", program: "Program") -> bool:
+def _is_continued(execution: "Execution", program: "Program") -> bool:
     """Whether a fusion continues an async collective on a TPU: skip it, to count that once."""
-    return "chain_id=" in run.instruction.attributes and not any(
-        "AsyncCollectiveStart" in line.attributes and run.instruction.name in line.operands
-        for line in program.computations[run.computation]
+    return "chain_id=" in execution.instruction.attributes and not any(
+        "AsyncCollectiveStart" in line.attributes and execution.instruction.name in line.operands
+        for line in program.computations[execution.computation]
     )
 
 
-def _collective(run: "Run", program: "Program", sizes: dict[str, int]) -> Collective:
-    kind, text = run.instruction.op.removesuffix("-start"), run.instruction.attributes
-    if kind == "all-reduce" and run.computation.startswith("all-reduce-scatter"):
+def _collective(execution: "Execution", program: "Program", sizes: dict[str, int]) -> Collective:
+    kind, text = execution.instruction.op.removesuffix("-start"), execution.instruction.attributes
+    if kind == "all-reduce" and execution.computation.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # a TPU fuses it with the slice that keeps one share
     # The other operands of these are buffers for the result, sizes and offsets.
     has_one_input = kind == "ragged-all-to-all" or "slice_sizes=" in text
-    inputs = run.inputs[:1] if has_one_input else run.inputs
+    inputs = execution.inputs[:1] if has_one_input else execution.inputs
     size = sum(array.bytes for array in inputs)
     if kind == "collective-permute":
         pairs = permute_pairs(text)
@@ -113,13 +113,13 @@ def _collective(run: "Run", program: "Program", sizes: dict[str, int]) -> Collec
         moved = (2 if kind == "all-reduce" else 1) * (devices - 1) * size // devices
     return Collective(
         kind,
-        count=run.times,
-        bytes=run.times * size,
-        moved=run.times * moved,
+        count=execution.times,
+        bytes=execution.times * size,
+        moved=execution.times * moved,
         axes=axes,
         devices=devices,
         dtype="+".join(sorted({array.dtype for array in inputs})),
-        where=scope(run.instruction) or scope(run.caller),
+        where=scope(execution.instruction) or scope(execution.caller),
     )
 
 
@@ -272,7 +272,7 @@ class Program:
     partitions: int = 1  # devices that share the work of a copy
 
 
-class Run(NamedTuple):
+class Execution(NamedTuple):
     """An instruction with how often it runs, its inputs, its computation, and what calls that."""
 
     instruction: Instruction
@@ -306,8 +306,8 @@ def parse(text: str) -> Program:
     loops = _Loops(computations, roots)
     for name, lines in computations.items():
         lines[:] = [each._replace(trips=loops.trips(name, each)) for each in lines]
-    found = dict(re.findall(r"\b(replica_count|num_partitions)=(\d+)", text.partition("\n")[0]))
-    replicas, partitions = (int(found.get(x, 1)) for x in ("replica_count", "num_partitions"))
+    counts = dict(re.findall(r"\b(replica_count|num_partitions)=(\d+)", text.partition("\n")[0]))
+    replicas, partitions = (int(counts.get(x, 1)) for x in ("replica_count", "num_partitions"))
     return Program(computations, entry, replicas, partitions)
 
 
@@ -321,7 +321,7 @@ def arrays(text: str) -> tuple[Array, ...]:
     return tuple(Array(dtype, tuple(_numbers(dims))) for dtype, dims in _ARRAY.findall(text))
 
 
-def walk(program: Program) -> Iterator[Run]:
+def walk(program: Program) -> Iterator[Execution]:
     """Yield each instruction that runs, through loops, fusions and calls.
 
     All branches of a conditional count, and a loop of unknown length counts once. The computations
@@ -342,7 +342,7 @@ def walk(program: Program) -> Iterator[Run]:
         results = {line.name: line.arrays for line in lines}
         for line in lines if times[name] else ():
             inputs = sum((results.get(operand, ()) for operand in line.operands), ())
-            yield Run(line, times[name], inputs, name, callers.get(name, line))
+            yield Execution(line, times[name], inputs, name, callers.get(name, line))
 
 
 def _calls(line: Instruction) -> list[tuple[str, int]]:
@@ -383,10 +383,10 @@ class _Loops:
         if loop.op != "while" or known:
             return int(known[1]) if known else None
         condition, body = _LOOP.findall(loop.attributes)[0]
-        place, compare, _ = self._origin(condition, self._roots[condition])
+        compared_in, compare, _ = self._origin(condition, self._roots[condition])
         if "direction=LT" not in compare.attributes:
             return None
-        counted, counter, index = self._origin(place, compare.operands[0])
+        counted, counter, index = self._origin(compared_in, compare.operands[0])
         added, add, _ = self._origin(body, self._roots[body], index, stop=body)
         if (counted, counter.op, add.op) != (condition, "parameter", "add"):
             return None
@@ -394,7 +394,7 @@ class _Loops:
         steps = [term for term in terms if (term[1].op, term[2]) != ("parameter", index)]
         ends = (
             self._origin(within, loop.operands[0], index),
-            self._origin(place, compare.operands[1]),
+            self._origin(compared_in, compare.operands[1]),
         )
         constants = [line.literal for _, line, _ in (*ends, *steps) if line.op == "constant"]
         numbers = [int(text) for text in constants if re.fullmatch(r"-?\d+", text)]

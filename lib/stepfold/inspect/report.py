@@ -204,7 +204,7 @@ def describe(
     program = parse(step.compiled.as_text() or "")
     sent = collectives(program, mesh)
     listed, uncounted_products = products(step.jaxpr), uncounted(step.jaxpr)
-    unused, replicated = not_reused(step), whole_leaves(step)
+    unused, replicated = not_reused(step), replicated_leaves(step)
     loops = "not in the communication: a loop of unknown length, counted once"
     return Report(
         devices=devices,
@@ -254,7 +254,7 @@ def _unescape(name: str) -> str:
     return re.sub(r"\\(.)", r"\1", raw.decode(errors="replace"))
 
 
-def whole_leaves(step: CompiledStep, min_bytes: int = 1 << 20) -> list[tuple[str, int]]:
+def replicated_leaves(step: CompiledStep, min_bytes: int = 1 << 20) -> list[tuple[str, int]]:
     """List the large leaves of the state that are replicated on several devices."""
     return [
         (name, bytes_per_device(leaf))

@@ -57,7 +57,7 @@ class StepWriter:
     """
 
     def __init__(self, item: str, barrier: Callable[..., None]) -> None:
-        """Prepare for all processes, which meet in a barrier."""
+        """Prepare for all processes, which wait in a barrier."""
         self._item, self._barrier = item, barrier
         # Compression costs time, and as much additional memory as the state.
         self._handler = _Handler(use_compression=False)
@@ -69,7 +69,7 @@ class StepWriter:
             ),
             # orbax has its own barriers around the making of directories, which wait for 300 s and
             # do not see that a process has failed. It leaves them out for a single process, so each
-            # says that it is alone, and they meet in `_Handler` instead. orbax takes the barrier
+            # says that it is alone, and they wait in `_Handler` instead. orbax takes the barrier
             # above for the commit in any case. Process 0 still makes the directories.
             "multiprocessing_options": ocp.options.MultiprocessingOptions(
                 active_processes={jax.process_index()}
@@ -97,8 +97,8 @@ class StepWriter:
         with it on one process when all have written, before the step gets its name.
         """
         nested = ocp.tree.from_flat_dict({**arrays}, sep="/")  # what orbax restores on its own
-        meet = partial(self._barrier, key="the directory is made", timeout_ms=0)
-        arguments = _Save(nested, meet=meet, write=write, finish=finish)
+        barrier = partial(self._barrier, key="the directory is made", timeout_ms=0)
+        arguments = _Save(nested, barrier=barrier, write=write, finish=finish)
         self._checkpointer.save(path, args=ocp.args.Composite(**{self._item: arguments}))
 
     def wait(self) -> None:
@@ -128,7 +128,7 @@ class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
         if jax.process_index() == 0 < jax.process_count() - 1:
             # The others wait for this folder for ten minutes, even if process 0 fails before that.
             Path(directory, _ARRAY_METADATA).mkdir(exist_ok=True)
-        args.meet()  # process 0 has made the directory
+        args.barrier()  # process 0 has made the directory
         writes = await super().async_save(directory, args=args)
         self._finish = args.finish
         thread = ThreadPoolExecutor(1, "stepfold-save")
@@ -146,7 +146,7 @@ class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 @ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)
 @dataclass(kw_only=True)
 class _Save(ocp.args.PyTreeSave):  # type: ignore[misc]
-    meet: Callable[[], None]
+    barrier: Callable[[], None]
     write: Callable[[Path], None]
     finish: Callable[[Path], None]
 

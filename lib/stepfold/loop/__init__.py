@@ -1,4 +1,9 @@
-"""The kernel: a fold of a step over batches, with hooks, sinks, evaluations and saves."""
+"""The kernel: a fold of a step over batches, with hooks, sinks, evaluations and saves.
+
+`fold.py` is the loop, from top to bottom, and `run.py` the value that it folds. `metrics.py` merges
+the metrics of steps and devices. `hook.py` calls hooks and sinks. `signals.py` handles SIGTERM, and
+`inbox.py` has all requests from outside.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -190,6 +190,10 @@ class Nonfinite(NamedTuple):
     """A step, counted from 1, with a NaN or inf in a metric, and all metrics of that step.
 
     `before` holds the metrics of the previous step, if they are known.
+
+    >>> import stepfold as sf
+    >>> sf.hooks.Nonfinite(3, "loss", {"loss": float("nan"), "grad_norm": 9.0}).before
+    {}
     """
 
     step: int

@@ -6,21 +6,23 @@ stalls. Stochastic rounding rounds up with the probability of the remainder. Its
 the exact one, so small updates add up.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.typing import DTypeLike
 
 from stepfold import tree
 from stepfold.core.optimizer import as_optimizer
-from stepfold.errors import ConfigError, refuse
+from stepfold.errors import ConfigError, refuse, warn
 from stepfold.optim.ema import EmaParamsState
 from stepfold.optim.spikes import SkipSpikesState
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class LowPrecisionState(NamedTuple):
@@ -30,9 +32,25 @@ class LowPrecisionState(NamedTuple):
     inner: optax.OptState
 
 
-def low_precision(
-    tx: optax.GradientTransformation, dtype: DTypeLike = jnp.bfloat16
-) -> optax.GradientTransformationExtraArgs:
+def _accept_dtype(function: F) -> F:
+    """Decorate `low_precision` to accept the `dtype` of version 0.2, with a warning."""
+
+    @functools.wraps(function)
+    def wrapper(tx: Any, dtype: Any = ...) -> Any:
+        if dtype is not ...:
+            if tree.floating(dtype) != jnp.bfloat16:
+                advice = (
+                    "second moments underflow in float16 and float8, and float32 needs no wrapper"
+                )
+                refuse("low_precision", "the dtype jnp.bfloat16", repr(dtype), advice)
+            warn("low_precision: leave out dtype, which is always bfloat16", DeprecationWarning)
+        return function(tx)
+
+    return cast(F, wrapper)
+
+
+@_accept_dtype
+def low_precision(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer to store its moments in bfloat16, with stochastic rounding.
 
     `tx` computes in float32. Between updates, the leaves of its state that mirror a parameter (the
@@ -52,19 +70,15 @@ def low_precision(
 
     Args:
       tx: the complete optimizer.
-      dtype: bfloat16. float16 and float8 are refused: small second moments would underflow in them.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
-    >>> tx = sf.optim.low_precision(optax.adamw(1e-3), jnp.bfloat16)
+    >>> tx = sf.optim.low_precision(optax.adamw(1e-3))
     >>> state = sf.init_state({"w": jnp.ones((4, 4))}, tx, jax.random.key(0))
     >>> step = jax.jit(sf.make_train_step(lambda params, batch, key: (params["w"] ** 2).sum(), tx))
     >>> state, _ = step(state, None)
     >>> state.opt_state.inner[0].nu["w"].dtype.name, state.params["w"].dtype.name
     ('bfloat16', 'float32')
     """
-    if tree.floating(dtype) != jnp.bfloat16:
-        advice = "second moments underflow in float16 and float8, and float32 needs no wrapper"
-        refuse("low_precision", "the dtype jnp.bfloat16", repr(dtype), advice)
     inner = as_optimizer(tx)
 
     def init_fn(params: Any) -> LowPrecisionState:

@@ -1,4 +1,8 @@
-"""Runs: fit, the directory of a run with its report, evaluation by another process, predictions."""
+"""Runs: fit, the directory of a run with its report, evaluation by another process, predictions.
+
+`fit.py` puts a run together. `resume.py` continues from a checkpoint, and skips the batches that
+`rollback.py` has noted. `files.py` opens what a run directory holds, and `upload.py` copies it.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -424,7 +424,7 @@ def _rebuild(node: Any, reader: Any) -> Any:
         case {"tuple": children}:
             return tuple(_rebuild(child, reader) for child in children)
         case {"array": [number, dtype, impl]}:
-            array = reader.whole(f"batch/{number}")
+            array = reader.read_leaf(f"batch/{number}")
             if impl is not None:
                 return jax.random.wrap_key_data(jax.device_put(array), impl=impl)
             return array.view(jnp.dtype(dtype))

@@ -32,7 +32,7 @@ from stepfold.runs.info import (
     run_metadata,
 )
 from stepfold.runs.programs import Programs
-from stepfold.runs.report.read import Curve, read_curves
+from stepfold.runs.report.read import CurveArrays, read_curves
 from stepfold.runs.report.report_writer import ReportWriter
 from stepfold.runs.rollback import Rollback
 from stepfold.runs.upload import Upload
@@ -219,7 +219,7 @@ class _EarlierRows:
             self._descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._descriptor)
 
-    def __call__(self, name: str | None) -> Mapping[str, Curve]:
+    def __call__(self, name: str | None) -> Mapping[str, CurveArrays]:
         with open(os.dup(self._descriptor), "rb") as file:
             file.seek(0)
             curves, damaged_lines = read_curves(file, self._until, name)

@@ -181,7 +181,7 @@ def ordered_norm(
     if not leaves:
         return jnp.zeros(())
     dims = [_longest_dim(leaf.shape, blocks) for leaf in leaves]
-    whole = [leaf[None] for leaf, dim in zip(leaves, dims, strict=True) if dim is None]
+    uncut = [leaf[None] for leaf, dim in zip(leaves, dims, strict=True) if dim is None]
     cut = [
         jnp.moveaxis(leaf, dim, 0).reshape(blocks, -1)
         for leaf, dim in zip(leaves, dims, strict=True)
@@ -195,11 +195,11 @@ def ordered_norm(
     def square_sums(leaf: jax.Array) -> Any:
         return _map(lambda i: square_sum(leaf[i]), len(leaf))
 
-    def over_devices(cut: list[jax.Array], whole: list[jax.Array]) -> jax.Array:
+    def over_devices(cut: list[jax.Array], uncut: list[jax.Array]) -> jax.Array:
         sums = [square_sums(leaf) for leaf in cut]
         if sizes and sums:
             sums = [*lax.all_gather(jnp.stack(sums), tuple(sizes), axis=1, tiled=True)]
-        sums += [lax.map(square_sum, leaf) for leaf in whole]
+        sums += [lax.map(square_sum, leaf) for leaf in uncut]
         total: jax.Array = _barrier(jnp.concatenate(sums)).sum()
         return jnp.sqrt(total)
 
@@ -208,7 +208,7 @@ def ordered_norm(
         over_devices, mesh=mesh, in_specs=specs, out_specs=_REPLICATED, check_vma=False
     )
     with jax.numpy_dtype_promotion("standard"):  # of sums in float32 and float64
-        norm: jax.Array = _barrier(jax.jit(over_devices)(cut, whole))
+        norm: jax.Array = _barrier(jax.jit(over_devices)(cut, uncut))
     return norm
 
 
@@ -362,7 +362,7 @@ def _sum_leaf(x: jax.Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> ja
         free = [1 if dim in dim_of.values() else size for dim, size in enumerate(x.shape)]
         dim = _longest_dim(free, sizes[name])
         if dim is None:
-            return over(_sum_whole(x, name, sizes[name]), names)
+            return over(_butterfly_sum(x, name, sizes[name]), names)
         parts = x.reshape(*x.shape[:dim], sizes[name], -1, *x.shape[dim + 1 :])
         part = _scatter_sum(parts, name, sizes[name], dim).squeeze(dim)
         gathered: jax.Array = lax.all_gather(over(part, names), name, axis=dim, tiled=True)
@@ -382,7 +382,7 @@ def _scatter_sum(x: jax.Array, name: str, size: int, dim: int) -> jax.Array:
     return jnp.moveaxis(x, 0, dim)
 
 
-def _sum_whole(x: jax.Array, name: str, size: int) -> jax.Array:
+def _butterfly_sum(x: jax.Array, name: str, size: int) -> jax.Array:
     for level in range(size.bit_length() - 1):
         x = x + lax.ppermute(x, name, _siblings(size, level))
     return x

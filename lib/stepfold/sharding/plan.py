@@ -293,7 +293,7 @@ def _state_specs(
         path: (leaf.shape, spec) for (path, leaf), spec in zip(params, param_specs, strict=True)
     }
 
-    def follow(path: tuple[Any, ...], leaf: Any) -> Any:
+    def spec_of_moment(path: tuple[Any, ...], leaf: Any) -> Any:
         for start in range(len(path) + 1):
             if path[start:] in owners and math.prod(leaf.shape) > 1:
                 spec = _mirrored(leaf.shape, *owners[path[start:]])
@@ -302,7 +302,7 @@ def _state_specs(
         return spec_of(f"opt_state/{path_name(path)}", leaf)
 
     opt_leaves = jax.tree_util.tree_leaves_with_path(state.opt_state)
-    opt_specs = [follow(path, leaf) for path, leaf in opt_leaves]
+    opt_specs = [spec_of_moment(path, leaf) for path, leaf in opt_leaves]
     replicated = PartitionSpec()
     model_specs = specs(state.model_state, "model_state")
     return [replicated, *param_specs, *opt_specs, *model_specs, replicated]

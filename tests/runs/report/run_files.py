@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from html.parser import HTMLParser
 
 from stepfold.runs.info import write_run_info
-from stepfold.runs.report.read import read_run
+from stepfold.runs.report.read import read_run_data
 from stepfold.runs.report.render import render
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
@@ -98,4 +98,4 @@ class Page(HTMLParser):
 
 def page(*folders, **options):
     """Render and read back the page of runs."""
-    return Page(render([read_run(folder) for folder in folders], **{"now": NOW, **options}))
+    return Page(render([read_run_data(folder) for folder in folders], **{"now": NOW, **options}))

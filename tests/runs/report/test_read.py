@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 import stepfold as sf
 from stepfold.checkpoint import store as module
-from stepfold.runs.report.read import Curve, read_metrics, read_run, thin
+from stepfold.runs.report.read import CurveArrays, read_metrics_file, read_run_data, thin
 
 from .run_files import write_run
 
 
 def read(path):
-    curves, _, _ = read_metrics(path)
+    curves, _, _ = read_metrics_file(path)
     return {name: [*zip(*map(list, curve), strict=True)] for name, curve in curves.items()}
 
 
@@ -46,17 +46,17 @@ def test_damaged_lines_are_counted_and_left_out(path):
     assert read(path) == {}  # there is none
     lines = ['{"step": 1, "a": 1.0}', "\x00\x00", "[1]", '{"a": 3.0}', '{"step": 2, "a": 2.0}']
     path.write_text("\n".join([*lines, '{"step": 3, "a": 3.0}', '{"step": 4, "a": 4.']))
-    curves, _, damaged_lines = read_metrics(path)  # the last one was cut off by a kill
+    curves, _, damaged_lines = read_metrics_file(path)  # the last one was cut off by a kill
     assert (curves["a"].values.tolist(), damaged_lines) == ([1, 2, 3], 3)
     with path.open("a") as file:
         file.write("\n")
-    assert (len(read(path)["a"]), read_metrics(path)[2]) == (3, 4)
+    assert (len(read(path)["a"]), read_metrics_file(path)[2]) == (3, 4)
 
 
 def test_only_numbers_are_curves_and_hyper_parameters_are_kept(path):
     row = {"step": 1, "hparams": {"lr": 0.1}, "text": "a", "on": True, "image": {"shape": [1]}}
     path.write_text(json.dumps({**row, "a": 2}) + "\n" + json.dumps({"step": 2, "a": 3}) + "\n")
-    curves, hparams, _ = read_metrics(path)
+    curves, hparams, _ = read_metrics_file(path)
     assert (list(curves), hparams) == (["a"], {"lr": 0.1})
 
 
@@ -65,7 +65,7 @@ def test_a_file_that_cannot_be_read_is_an_error(path):
     with pytest.raises(
         sf.errors.DataError, match="expected lines of metrics, got a directory instead"
     ):
-        read_metrics(path)
+        read_metrics_file(path)
 
 
 VALUES = st.one_of(st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, -math.inf]))
@@ -79,7 +79,7 @@ VALUES = st.one_of(st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, -m
 def test_thinning_drops_no_extreme_of_any_column_and_invents_nothing(values, columns, gap):
     steps = np.arange(0.0, len(values) * gap, gap)
     span = (0.0, float(steps[-1]) or 1.0)
-    whole = Curve(steps, np.array(values))
+    whole = CurveArrays(steps, np.array(values))
     few = thin(whole, columns, span)
     at = np.searchsorted(steps, few.steps)
     np.testing.assert_array_equal(whole.steps[at], few.steps)
@@ -103,7 +103,7 @@ def test_all_parts_of_a_run_are_read(tmp_path):
         for step, loss in {10: 0.5, 20: 0.25}.items():
             series.save({"w": np.ones(2)}, step=step, metrics={"eval/loss": loss})
     (tmp_path / "checkpoints" / "20" / "state" / "_METADATA").unlink()
-    run = read_run(tmp_path)
+    run = read_run_data(tmp_path)
     assert run.argument("steps") == 100
     assert run.argument("epochs") is None
     assert run.curves["eval/loss"].values.tolist() == [1.5, 1.75]
@@ -118,5 +118,5 @@ def test_checkpoints_in_object_storage_are_read_unless_they_are_left_out(tmp_pat
     write_run(tmp_path / "run", arguments={"checkpoints": {"directory": "s3://bucket/run"}})
     store = module.open_store(tmp_path / "there")
     monkeypatch.setattr(module, "open_store", lambda directory: store)
-    assert [saved.step for saved in read_run(tmp_path / "run").checkpoints] == [10]
-    assert read_run(tmp_path / "run", remote=False).checkpoints == []
+    assert [saved.step for saved in read_run_data(tmp_path / "run").checkpoints] == [10]
+    assert read_run_data(tmp_path / "run", remote=False).checkpoints == []

@@ -10,7 +10,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from stepfold.runs.report.read import SavedStep, read_run
+from stepfold.runs.report.read import SavedStep, read_run_data
 from stepfold.runs.report.render import render
 
 from .run_files import NOW, Page, attempt, page, write_metrics, write_run
@@ -33,7 +33,7 @@ def test_a_page_is_well_formed_and_has_its_parts(tmp_path):
 
 
 def test_it_requests_nothing_from_outside_and_runs_only_its_own_script(tmp_path):
-    text = render([read_run(write_run(tmp_path))], now=NOW)
+    text = render([read_run_data(write_run(tmp_path))], now=NOW)
     result = Page(text)
     for _, attrs in result.tags:
         assert not {"src", "srcset", "action", "data"} & attrs.keys()
@@ -322,7 +322,7 @@ def test_restarts_are_marked_for_a_single_run(tmp_path):
 def test_very_many_steps_make_a_small_page_with_every_spike(tmp_path):
     rows = {k: {"train/loss": 9.5 if k == 6_666 else 1.0} for k in range(20_000)}
     write_metrics(tmp_path, rows)
-    text = render([read_run(tmp_path)], now=NOW)
+    text = render([read_run_data(tmp_path)], now=NOW)
     assert len(text) < 50_000
     (line,) = Page(text).lines()["Metrics", "loss"]
     assert line["values"][line["steps"].index(6_666)] == 9.5
@@ -372,7 +372,7 @@ def test_checkpoints_are_listed_and_the_best_has_a_star(tmp_path):
     losses = {1000: {"eval/loss": 0.25, "throughput/mfu": 0.5}, 2000: None, 3000: {"eval/loss": 1}}
     saved = [SavedStep(step, step / 10, measured) for step, measured in losses.items()]
     plan = {"checkpoints": {"best": "eval/loss", "mode": None}}
-    run = read_run(write_run(tmp_path, arguments=plan))._replace(checkpoints=saved)
+    run = read_run_data(write_run(tmp_path, arguments=plan))._replace(checkpoints=saved)
     assert Page(render([run], now=NOW)).table("Checkpoints") == [
         ["★ 1,000", "1970-01-01 00:01:40", "eval/loss 0.25"],
         ["2,000", "1970-01-01 00:03:20", "damaged"],
@@ -395,8 +395,8 @@ def test_the_configuration_is_flat_and_leaves_out_what_is_unknown(tmp_path):
 
 
 def test_only_differences_are_listed(tmp_path):
-    first = read_run(write_run(tmp_path / "a", arguments={"steps": 10, "log_every": 5}))
-    second = read_run(write_run(tmp_path / "b", arguments={"steps": 20, "log_every": 5}))
+    first = read_run_data(write_run(tmp_path / "a", arguments={"steps": 10, "log_every": 5}))
+    second = read_run_data(write_run(tmp_path / "b", arguments={"steps": 20, "log_every": 5}))
     result = Page(render([first, second._replace(hparams={"lr": 0.1})], now=NOW))
     assert result.data["tables"]["What differs"] == [
         ["", "a", "b"],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stepfold.core.validation import absolute_path
 from stepfold.errors import ConfigError, DataError, refuse
-from stepfold.runs.report.read import read_run
+from stepfold.runs.report.read import read_run_data
 from stepfold.runs.report.render import render
 from stepfold.writers.base import replace_file
 from stepfold.writers.jsonl import write_csv
@@ -30,7 +30,7 @@ def _report(runs: Sequence[str], out: str | None) -> Path:
     path = default if out is None else absolute_path("--out", out)
     if path.is_dir() or not path.parent.is_dir():
         refuse("--out", "a file in an existing directory", f"{out or path}")
-    page = render([read_run(directory) for directory in directories], path=path)
+    page = render([read_run_data(directory) for directory in directories], path=path)
     replace_file(path, page.encode(errors="replace"))
     if out is None and is_single:
         write_csv(directories[0] / "metrics.jsonl", directories[0] / "metrics.csv")

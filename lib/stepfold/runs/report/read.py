@@ -21,7 +21,7 @@ _SIBLINGS = 7  # at most; the latest
 _BLOCK = 1 << 18  # bytes of lines that are parsed at once
 
 
-class Curve(NamedTuple):
+class CurveArrays(NamedTuple):
     """The values of a metric, NaN and inf included, and their steps, in order."""
 
     steps: np.ndarray
@@ -36,12 +36,12 @@ class SavedStep(NamedTuple):
     metrics: Mapping[str, Any] | None
 
 
-class Run(NamedTuple):
-    """The files of a run; `info` is the content of `run.json`, empty if there is none."""
+class RunData(NamedTuple):
+    """What the files of a run hold; `info` is the content of `run.json`, empty if there is none."""
 
     path: Path
     info: Mapping[str, Any]
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, CurveArrays]
     hparams: Mapping[str, Any]
     checkpoints: Sequence[SavedStep]
     damaged_lines: int  # of metrics.jsonl
@@ -55,14 +55,14 @@ class Run(NamedTuple):
         return (self.info.get("arguments") or {}).get(name)
 
 
-def read_run(path: Path, *, remote: bool = True) -> Run:
+def read_run_data(path: Path, *, remote: bool = True) -> RunData:
     """Read a run from its directory; `remote` reads checkpoints in object storage as well."""
     from stepfold.checkpoint.store import open_store  # lazy: imports jax
     from stepfold.runs.info import read_run_info
 
-    curves, hparams, damaged_lines = read_metrics(path / "metrics.jsonl")
+    curves, hparams, damaged_lines = read_metrics_file(path / "metrics.jsonl")
     saved: list[SavedStep] = []
-    run = Run(path, read_run_info(path), curves, hparams, saved, damaged_lines)
+    run = RunData(path, read_run_info(path), curves, hparams, saved, damaged_lines)
     directory = (run.argument("checkpoints") or {}).get("directory") or "checkpoints"
     if not is_url(directory):
         directory = os.path.normpath(path / directory)
@@ -80,7 +80,7 @@ def read_run(path: Path, *, remote: bool = True) -> Run:
     return run
 
 
-def read_metrics(path: Path) -> tuple[dict[str, Curve], dict[str, Any], int]:
+def read_metrics_file(path: Path) -> tuple[dict[str, CurveArrays], dict[str, Any], int]:
     """Read a `jsonl_writer` file: curves, hyper-parameters, and the number of damaged lines.
 
     A last line that is still being written is left out. Without a file, all are empty.
@@ -99,7 +99,7 @@ def read_metrics(path: Path) -> tuple[dict[str, Curve], dict[str, Any], int]:
 
 def read_curves(
     file: BinaryIO, until: float = math.inf, name: str | None = None
-) -> tuple[dict[str, Curve], int]:
+) -> tuple[dict[str, CurveArrays], int]:
     """Read the curves of a `jsonl_writer` file up to a step, or one of them; count damaged lines.
 
     For one curve only the lines that have its name are parsed.
@@ -107,7 +107,9 @@ def read_curves(
     rows = _Rows()
     rows.read(file, until, b"" if name is None else json.dumps(name).encode())
     curves = rows.curves().items()
-    kept = {n: Curve(*(x[c.steps <= until] for x in c)) for n, c in curves if name in (None, n)}
+    kept = {
+        n: CurveArrays(*(x[c.steps <= until] for x in c)) for n, c in curves if name in (None, n)
+    }
     return {n: curve for n, curve in kept.items() if len(curve.steps)}, rows.damaged_lines
 
 
@@ -117,7 +119,7 @@ class _Rows:
     def __init__(self) -> None:
         self.hparams: dict[str, Any] = {}
         self.damaged_lines = 0
-        self._columns = defaultdict[str, list[Curve]](list)  # pieces of curves
+        self._columns = defaultdict[str, list[CurveArrays]](list)  # pieces of curves
 
     def read(self, file: BinaryIO, until: float = math.inf, needle: bytes = b"") -> None:
         """Read the lines with `needle` in them, up to a step or a block further."""
@@ -146,7 +148,7 @@ class _Rows:
                     values = [row[name] for row in rows]
                     if not {*map(type, values)} <= {int, float} or not name:
                         return False
-                    pieces.append((name, Curve(steps, np.array(values, np.float64))))
+                    pieces.append((name, CurveArrays(steps, np.array(values, np.float64))))
                 if steps.dtype != np.int64 or steps.min() < 0:
                     return False
         except (ValueError, TypeError, KeyError, OverflowError):
@@ -168,15 +170,15 @@ class _Rows:
             return
         self.hparams |= row["hparams"] if isinstance(row.get("hparams"), dict) else {}
         for name, value in numbers.items():
-            self._columns[name].append(Curve(np.array([step]), np.array([value])))
+            self._columns[name].append(CurveArrays(np.array([step]), np.array([value])))
 
-    def curves(self) -> dict[str, Curve]:
+    def curves(self) -> dict[str, CurveArrays]:
         """Return the columns in order of their steps, since a file may be assembled by hand."""
         curves = {}
         for name, pieces in self._columns.items():
             steps, values = (np.concatenate([*each]) for each in zip(*pieces, strict=True))
             order = np.argsort(steps, kind="stable")
-            curves[name] = Curve(steps[order].astype(np.float64), values[order])
+            curves[name] = CurveArrays(steps[order].astype(np.float64), values[order])
         return curves
 
 
@@ -199,13 +201,16 @@ def siblings(run: Path) -> list[Path]:
     return sorted(sorted(times, key=times.__getitem__)[-_SIBLINGS:])
 
 
-def shared_rows(name: str, a: Curve, b: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def shared_rows(
+    name: str, a: CurveArrays, b: CurveArrays
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the steps of rows that mean the same in both runs, and their values.
 
     A metric of train steps is a mean over the steps since the previous row.
     """
     last = [np.append(np.diff(each.steps) != 0, [True] * (len(each.steps) > 0)) for each in (a, b)]
-    a, b = (Curve(x.steps[kept], x.values[kept]) for x, kept in zip((a, b), last, strict=True))
+    a = CurveArrays(a.steps[last[0]], a.values[last[0]])
+    b = CurveArrays(b.steps[last[1]], b.values[last[1]])
     steps, at, other = np.intersect1d(a.steps, b.steps, return_indices=True)
     if name.startswith("train/"):
         is_same = np.append(-1, a.steps)[at] == np.append(-1, b.steps)[other]
@@ -220,7 +225,7 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(a == b, 0.0, relative)
 
 
-def thin(curve: Curve, columns: int, span: tuple[float, float]) -> Curve:
+def thin(curve: CurveArrays, columns: int, span: tuple[float, float]) -> CurveArrays:
     """Keep the minimum, maximum and first NaN or inf of each pixel column; `span` is in steps."""
     if len(curve.steps) <= 2 * columns:
         return curve
@@ -237,4 +242,4 @@ def thin(curve: Curve, columns: int, span: tuple[float, float]) -> Curve:
         if len(finite) < len(values):
             kept.add(start + int(np.argmin(np.isfinite(values))))
     chosen = sorted(kept)
-    return Curve(curve.steps[chosen], curve.values[chosen])
+    return CurveArrays(curve.steps[chosen], curve.values[chosen])

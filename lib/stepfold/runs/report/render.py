@@ -23,7 +23,14 @@ import numpy as np
 from stepfold import tree
 from stepfold.checkpoint.steps import order_by
 from stepfold.core.metric_modes import known_mode
-from stepfold.runs.report.read import Curve, Run, relative_difference, shared_rows, siblings, thin
+from stepfold.runs.report.read import (
+    CurveArrays,
+    RunData,
+    relative_difference,
+    shared_rows,
+    siblings,
+    thin,
+)
 from stepfold.runs.report.times import (
     attempt_seconds,
     describe_slow_saves,
@@ -52,7 +59,7 @@ _loss_first = lambda chart: (chart != "loss", "loss" not in chart)  # a key to s
 
 
 def render(
-    runs: Sequence[Run],
+    runs: Sequence[RunData],
     *,
     refresh_seconds: int | None = None,
     now: datetime | None = None,
@@ -89,7 +96,7 @@ def render(
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def _describe(run: Run, name: str, now: datetime) -> dict[str, Any]:
+def _describe(run: RunData, name: str, now: datetime) -> dict[str, Any]:
     (kind, word, reason), notes = _status(run, now), []
     if run.attempts:
         devices = run.info.get("devices") or {}
@@ -125,7 +132,7 @@ def _describe(run: Run, name: str, now: datetime) -> dict[str, Any]:
     }
 
 
-def _compare(runs: Sequence[Run], names: Sequence[str], now: datetime) -> dict[str, Any]:
+def _compare(runs: Sequence[RunData], names: Sequence[str], now: datetime) -> dict[str, Any]:
     words = [_status(run, now)[1] for run in runs]
     configurations = [_configuration(run) for run in runs]
     entries = dict.fromkeys(name for configuration in configurations for name in configuration)
@@ -142,7 +149,7 @@ def _compare(runs: Sequence[Run], names: Sequence[str], now: datetime) -> dict[s
     }
 
 
-def _files(runs: Sequence[Run], names: Sequence[str], path: Path | None) -> dict[str, Any]:
+def _files(runs: Sequence[RunData], names: Sequence[str], path: Path | None) -> dict[str, Any]:
     """Name the files next to the page, the runs next to this one, and how to compare them."""
     folder, folders = path and path.parent, [run.path.absolute() for run in runs]
     others = siblings(folders[0]) if len(runs) == 1 else []
@@ -171,14 +178,14 @@ def _link(file: Path, folder: Path | None) -> str | None:
     return "./" + quote(os.fsencode(relative))
 
 
-def _attempts(run: Run, now: datetime) -> Iterator[Sequence[str]]:
+def _attempts(run: RunData, now: datetime) -> Iterator[Sequence[str]]:
     for number, attempt in enumerate(run.attempts):
         steps = f"{attempt['from']:,}", f"{attempt['to']:,}"
         reason = _status(run, now, number)[2]
         yield _time(attempt["began"]), *steps, spell_duration(attempt_seconds(attempt)), reason
 
 
-def _programs(run: Run) -> Iterator[str]:
+def _programs(run: RunData) -> Iterator[str]:
     """Say what the last attempt loaded from the compilation cache, and why it compiled its step."""
     programs = (run.attempts[-1].get("compiled") if run.attempts else None) or {}
     texts = []
@@ -191,7 +198,7 @@ def _programs(run: Run) -> Iterator[str]:
     yield from (reason[0].upper() + reason[1:] for reason in programs.get("reasons") or ())
 
 
-def _checkpoints(run: Run) -> Iterator[Sequence[str]]:
+def _checkpoints(run: RunData) -> Iterator[Sequence[str]]:
     plan, main = run.argument("checkpoints") or {}, _main_metrics([run])
     name = plan.get("best") or ""
     mode = plan.get("mode") or known_mode(name)
@@ -204,7 +211,7 @@ def _checkpoints(run: Run) -> Iterator[Sequence[str]]:
         yield f"{star}{step:,}", saved, "damaged" if values is None else ", ".join(texts)
 
 
-def _parameters(run: Run) -> Iterator[Sequence[str]]:
+def _parameters(run: RunData) -> Iterator[Sequence[str]]:
     parameters = run.info.get("parameters") or {}
     leaves = sorted(parameters.get("leaves") or (), key=lambda leaf: -leaf[3])
     rows = [(n, " \xd7 ".join(map(str, s)) or "scalar", *rest) for n, s, *rest in leaves[:_LEAVES]]
@@ -214,7 +221,7 @@ def _parameters(run: Run) -> Iterator[Sequence[str]]:
         yield *row, f"{count:,}", f"{count / (parameters['count'] or 1):.1%}"
 
 
-def _configuration(run: Run) -> dict[str, str]:
+def _configuration(run: RunData) -> dict[str, str]:
     """Flatten the settings of a run: `batches/seed`, `versions/jax`, and so on."""
     names = ("seed", "devices", "mesh", "versions", "program")
     entries = {"config": run.info.get("config"), **(run.info.get("arguments") or {})}
@@ -229,7 +236,7 @@ def _configuration(run: Run) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def _side_by_side(runs: Sequence[Run]) -> Iterator[Sequence[str]]:
+def _side_by_side(runs: Sequence[RunData]) -> Iterator[Sequence[str]]:
     figures = [{name: value for name, value, _ in _figures(run)} for run in runs]
     for name in dict.fromkeys(name for values in figures for name in values):
         yield name, *(values.get(name, _NONE) for values in figures)
@@ -245,7 +252,7 @@ def _side_by_side(runs: Sequence[Run]) -> Iterator[Sequence[str]]:
             yield f"{metric}, {word}", *(cell or _NONE for cell in cells)
 
 
-def _status(run: Run, now: datetime, number: int = -1) -> tuple[str, str, str]:
+def _status(run: RunData, now: datetime, number: int = -1) -> tuple[str, str, str]:
     """Return the status of an attempt: a kind for the style sheet, a word, and a sentence."""
     if not run.attempts:
         reason = "There is no run.json, so how it ended is unknown." if run.curves else ""
@@ -274,7 +281,7 @@ def _status(run: Run, now: datetime, number: int = -1) -> tuple[str, str, str]:
     return "stopped", "Stopped" if step == total else "Stopped early", reason
 
 
-def _figures(run: Run) -> Iterator[tuple[str, str, str]]:
+def _figures(run: RunData) -> Iterator[tuple[str, str, str]]:
     """Name the key figures of a run, each with a note."""
     attempts, goodput = run.attempts, goodput_of(run)
     last = attempts[-1] if attempts else {}
@@ -305,14 +312,14 @@ def _figures(run: Run) -> Iterator[tuple[str, str, str]]:
         yield "parameters", amount(parameters["count"]), size(parameters["bytes"])
 
 
-def _median(run: Run, metric: str) -> str | None:
+def _median(run: RunData, metric: str) -> str | None:
     curve = run.curves.get(metric)
     if curve is None or np.isnan(curve.values).all():
         return None
     return _spell(float(np.nanmedian(curve.values)))
 
 
-def _best(run: Run, metric: str) -> tuple[str, float, float] | None:
+def _best(run: RunData, metric: str) -> tuple[str, float, float] | None:
     """Return "lowest" or "highest", that value and its step; None if it is unknown which is better.
 
     The name tells, or `Checkpoints(best=…, mode=…)`.
@@ -331,7 +338,7 @@ def _best(run: Run, metric: str) -> tuple[str, float, float] | None:
     return word, float(curve.values[index]), float(curve.steps[index])
 
 
-def _metric_figure(run: Run, metric: str) -> tuple[str, str, str]:
+def _metric_figure(run: RunData, metric: str) -> tuple[str, str, str]:
     """Return a metric, its last value, and its best or its range."""
     values, best = run.curves[metric].values, _best(run, metric)
     finite = values[np.isfinite(values)]
@@ -346,7 +353,7 @@ def _metric_figure(run: Run, metric: str) -> tuple[str, str, str]:
 
 
 def _charts(
-    runs: Sequence[Run], names: Sequence[str], logged: Sequence[Collection[str]]
+    runs: Sequence[RunData], names: Sequence[str], logged: Sequence[Collection[str]]
 ) -> dict[str, Any]:
     """Sort curves into charts and sections; `train/loss` and `eval/loss` of all runs share one.
 
@@ -398,7 +405,7 @@ def _charts(
 
 
 def _differences(
-    runs: Sequence[Run], columns: int, span: tuple[float, float]
+    runs: Sequence[RunData], columns: int, span: tuple[float, float]
 ) -> dict[str, list[Any]]:
     """Draw the relative difference of two runs in each metric of the first section."""
     charts = {}
@@ -406,7 +413,7 @@ def _differences(
         curves = [run.curves[metric] for run in runs if metric in run.curves]
         if len(curves) == 2:
             steps, *values = shared_rows(metric, *curves)
-            points = thin(Curve(steps, relative_difference(*values)), columns, span)
+            points = thin(CurveArrays(steps, relative_difference(*values)), columns, span)
             charts[metric] = [{
                 "metric": None, "label": metric, "style": 2, "dotted": False,
                 "steps": list(map(_as_json, points.steps.tolist())),
@@ -415,7 +422,7 @@ def _differences(
     return charts
 
 
-def _kinds(runs: Sequence[Run]) -> list[str]:
+def _kinds(runs: Sequence[RunData]) -> list[str]:
     """Return the prefixes of train and evaluation metrics."""
     evaluations = [e["name"] for run in runs for e in run.argument("evaluations") or ()]
     prefixes = {metric.partition("/")[0] for run in runs for metric in run.curves}
@@ -432,7 +439,7 @@ def _chart_of(metric: str, kinds: Sequence[str]) -> tuple[str, str, str]:
     return ("Speed", metric, "") if prefix in ("throughput", "memory") else (prefix, name, "")
 
 
-def _main_metrics(runs: Sequence[Run]) -> list[str]:
+def _main_metrics(runs: Sequence[RunData]) -> list[str]:
     """Return the metrics of the first section, in the order of its charts."""
     kinds, charts = _kinds(runs), dict[str, list[str]]()
     for metric in dict.fromkeys(metric for run in runs for metric in run.curves):

@@ -17,7 +17,7 @@ from stepfold.loop.events import Event, Stop
 from stepfold.loop.hook import Sink, Stopwatch
 from stepfold.runs.info import NAME, read_run_info, write_run_info
 from stepfold.runs.programs import Programs
-from stepfold.runs.report.read import read_run
+from stepfold.runs.report.read import read_run_data
 from stepfold.runs.report.render import render
 from stepfold.writers.base import replace_file
 
@@ -175,7 +175,7 @@ class ReportWriter(Sink):
     def _write_page(self) -> None:
         self._write_info()
         # Checkpoints in object storage are left out, since each request could delay the page.
-        run, path = read_run(self._run_dir, remote=False), self._run_dir / "report.html"
+        run, path = read_run_data(self._run_dir, remote=False), self._run_dir / "report.html"
         page = render([run], refresh_seconds=round(self._pause), path=path)
         replace_file(path, page.encode(errors="replace"))
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stepfold.loop.hook import find_save_interval
-from stepfold.runs.report.read import Curve, Run
+from stepfold.runs.report.read import CurveArrays, RunData
 
 _NONE = "\N{EN DASH}"
 _PARTS = 12  # in the table; the rest are summed up
@@ -22,7 +22,7 @@ _PART_WORDS = {  # of parts that `ReportWriter` measures
 }
 
 
-def time_rows(run: Run) -> Iterator[Sequence[str]]:
+def time_rows(run: RunData) -> Iterator[Sequence[str]]:
     """Yield the parts of the time of a run, the longest first: their time, share, and per step."""
     parts = _parts(run)
     steps = _count_steps(run)
@@ -36,7 +36,7 @@ def time_rows(run: Run) -> Iterator[Sequence[str]]:
         yield name, spell_duration(seconds), f"{seconds / total:.1%}", per_step
 
 
-def describe_slow_saves(run: Run) -> str | None:
+def describe_slow_saves(run: RunData) -> str | None:
     """Say that saves took more than a fifth of the time, and how rare they would take little."""
     parts = _parts(run)
     saving, total = parts.get("saving", 0.0), sum(parts.values())
@@ -51,11 +51,11 @@ def describe_slow_saves(run: Run) -> str | None:
     )
 
 
-def _count_steps(run: Run) -> int:
+def _count_steps(run: RunData) -> int:
     return sum(max(0, attempt["to"] - attempt["from"]) for attempt in run.attempts)
 
 
-def times_side_by_side(runs: Sequence[Run]) -> Iterator[Sequence[str]]:
+def times_side_by_side(runs: Sequence[RunData]) -> Iterator[Sequence[str]]:
     """Yield the parts of the time, the largest shares of any run first, with a cell for each."""
     parts = [_parts(run) for run in runs]
     totals = [sum(seconds.values()) for seconds in parts]
@@ -70,7 +70,7 @@ def times_side_by_side(runs: Sequence[Run]) -> Iterator[Sequence[str]]:
         yield _PART_WORDS.get(part, part), *(text for _, text in rows[part])
 
 
-def _parts(run: Run) -> dict[str, float]:
+def _parts(run: RunData) -> dict[str, float]:
     """Return the seconds of all attempts by what they went into, the longest first."""
     sums: dict[str, float] = {}
     for attempt in run.attempts:
@@ -79,7 +79,7 @@ def _parts(run: Run) -> dict[str, float]:
     return dict(sorted(sums.items(), key=lambda part: -part[1]))
 
 
-def speed_curves(run: Run) -> dict[str, Curve]:
+def speed_curves(run: RunData) -> dict[str, CurveArrays]:
     """Return the steps per second, and the share of the time spent waiting for batches."""
     points = [np.zeros((0, 3))]
     for attempt in run.attempts:
@@ -91,7 +91,7 @@ def speed_curves(run: Run) -> dict[str, Curve]:
         points.append(np.stack([rows[1:, 0][valid], steps / seconds, shares], axis=1))
     table = np.concatenate(points)
     steps, rates, shares = table[np.argsort(table[:, 0], kind="stable")].T
-    curves = {"steps_per_second": Curve(steps, rates), "waiting": Curve(steps, shares)}
+    curves = {"steps_per_second": CurveArrays(steps, rates), "waiting": CurveArrays(steps, shares)}
     return {f"throughput/{name}": curve for name, curve in curves.items() if len(steps)}
 
 
@@ -100,7 +100,7 @@ def read_clock(attempt: Mapping[str, Any]) -> np.ndarray:
     return np.array(attempt.get("clock") or [], np.float64).reshape(-1, 3)
 
 
-def goodput_of(run: Run) -> float | None:
+def goodput_of(run: RunData) -> float | None:
     """Return the share of the time, pauses included, in steps that no restart repeated."""
     if len(run.attempts) < 2:
         return None
