@@ -1,8 +1,9 @@
 """The kernel: a fold of a step over batches, with hooks, sinks, evaluations and saves.
 
-`fold.py` is the loop, from top to bottom, and `run.py` the value that it folds. `metrics.py` merges
-the metrics of steps and devices. `hook.py` calls hooks and sinks. `signals.py` handles SIGTERM, and
-`inbox.py` has all requests from outside.
+`fold.py` is the loop, from top to bottom, and `run.py` the value that it folds. `schedule.py` says
+what is due after a step. `metrics.py` merges the metrics of steps and devices. `hook.py` calls
+hooks and sinks. `saves.py` decides about checkpoints. `inbox.py` has all requests from outside, and
+handles SIGINT and SIGTERM.
 """
 
 from typing import TYPE_CHECKING
