@@ -102,7 +102,7 @@ def eventful(seed, steps, folder, attempt):
         evaluation=evaluation(),
         run_dir=folder,
         checkpoints=sf.Checkpoints(every=steps // 6),
-        hooks=[sf.hooks.roll_back_on_spike(window=steps // 12, skip=2), lose_a_process],
+        hooks=[sf.hooks.on_spike(action="go_back", window=steps // 12, skip=2), lose_a_process],
     )
     record = json.loads(Path(folder, "run.json").read_text())
     return {

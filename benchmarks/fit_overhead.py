@@ -149,9 +149,7 @@ def plain(step, state, batches, **options):
 def all_on(step, state, batches, **options):
     """Run `fit` with every feature."""
     with tempfile.TemporaryDirectory() as folder:
-        tensorboard = sf.writers.async_writer(
-            sf.writers.tensorboard_writer(Path(folder) / "events")
-        )
+        tensorboard = sf.writers.async_writer(sf.writers.tensorboard(Path(folder) / "events"))
         hooks = [
             sf.progress(file=Terminal()),
             sf.hooks.throughput(),

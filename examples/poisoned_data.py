@@ -71,8 +71,8 @@ def main(run_dir="runs/poisoned"):
     print(f"without going back: {plain.stop_reason}; test accuracy {accuracy(plain.state):.3f}")
 
     hooks = [
-        sf.hooks.roll_back_on_spike(window=20, deviations=50.0, skip=3),
-        sf.hooks.roll_back_on_nonfinite(),
+        sf.hooks.on_spike(action="go_back", window=20, deviations=50.0, skip=3),
+        sf.hooks.on_nonfinite(action="go_back"),
     ]
     result = train(batches(), f"{run_dir}/going_back", hooks)
     for entry in json.loads(Path(run_dir, "going_back/run.json").read_text())["rollbacks"]:

@@ -35,6 +35,7 @@ LAYERS = [
     {"object_storage"},
     {"core"},
     {"internals"},
+    {"rename"},
     {"moved"},
     {"errors"},
     {"tree", "table", "lazy", "json_files"},
@@ -253,8 +254,8 @@ def test_imports_form_no_cycle():
 @pytest.mark.parametrize(
     "package",
     [
-        *("adapter", "cluster", "core", "data", "debug", "hooks", "inspect", "loop", "optim"),
-        *("runs", "sharding", "writers"),
+        *("adapter", "checkpoint", "cluster", "core", "data", "debug", "hooks", "inspect", "loop"),
+        *("optim", "runs", "sharding", "writers"),
     ],
 )
 def test_imports_form_no_cycle_even_for_types(package):

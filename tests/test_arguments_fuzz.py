@@ -8,6 +8,7 @@ import os
 import tempfile
 import warnings
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 
 import jax
@@ -105,9 +106,7 @@ VALID = {
     "compile_step": lambda: {
         "step": sf.make_train_step(loss_fn, TX), "state": state(), "batch": ROWS, "donate": False,
     },
-    "console_writer": lambda: {"stream": io.StringIO()},
     "contents": lambda: {"directory": saved(), "step": "latest"},
-    "csv_writer": lambda: {"path": folder() + "/a.csv"},
     "describe": lambda: {
         "step": sf.make_train_step(loss_fn, TX), "state": state(), "batch": ROWS, "donate": False,
         "tokens": 8,
@@ -133,7 +132,6 @@ VALID = {
     "init_state": lambda: {
         "init": PARAMS, "tx": TX, "key": jax.random.key(0), "stateful": False, "sharding": None,
     },
-    "jsonl_writer": lambda: {"path": folder() + "/a.jsonl", "csv": folder() + "/a.csv"},
     "latest_step": lambda: {"directory": saved()},
     "load_params": lambda: {"path": exported(), "like": PARAMS, "names": None, "cast": False},
     "log_to": lambda: {"writer": sf.writers.Writer(), "every": 1, "everywhere": False},
@@ -178,9 +176,17 @@ VALID = {
     "stop_early": lambda: {
         "metric": "eval/loss", "patience": 1, "mode": "min", "min_delta": 0.0, "keep_state": False,
     },
-    "stop_on_nonfinite": lambda: {"metric": "train/loss"},
-    "stop_on_spike": lambda: {"metric": "train/loss", "window": 10, "deviations": 3.0},
-    "tensorboard_writer": lambda: {"folder": folder()},
+    "hooks.on_nonfinite": lambda: {
+        "metric": "train/loss", "action": "go_back", "skip": 2, "limit": 1,
+    },
+    "hooks.on_spike": lambda: {
+        "metric": "train/loss", "action": "go_back", "window": 10, "deviations": 3.0, "skip": 2,
+        "limit": 1, "name": "mine",
+    },
+    "writers.console": lambda: {"stream": io.StringIO()},
+    "writers.jsonl": lambda: {"path": folder() + "/a.jsonl", "csv": folder() + "/a.csv"},
+    "writers.tensorboard": lambda: {"folder": folder()},
+    "writers.wandb": lambda: {"library": "trackio"},
     "throughput": lambda: {"flops": 1.0, "peak": 1.0, "dtype": "bfloat16", "tokens": len},
     "make_grad": lambda: {
         "loss_fn": loss_fn, "accumulate": 1, "stateful": False, "accumulator_dtype": jnp.float32,
@@ -204,10 +210,6 @@ OWN = {
     "eval_step", "loss_fn", "hook", "init", "key", "grad", "sharding", "source", "sources",
 }  # fmt: skip
 FUNCTIONS = {"names", "rules", "rename", "remat"}  # called: a wrong one raises its own error
-MODULES = (
-    *(sf, sf.checkpoint, sf.data, sf.debug, sf.hooks, sf.inspect, sf.optim, sf.sharding),
-    sf.writers,
-)
 NEED_RUN_DIR = {"run_dir", "checkpoints", "resume"}
 SLOW = {"compile_step", "describe", "evaluate"}  # flags only
 
@@ -218,7 +220,7 @@ def raw_error(name, parameter, wrong):
     if name == "fit" and parameter not in NEED_RUN_DIR:
         arguments["run_dir"] = None  # to write the files of a run takes longer than its steps
     valid, arguments[parameter] = arguments[parameter], WRONG[wrong]
-    function = next(getattr(m, name) for m in MODULES if name in m.__all__)
+    function = attrgetter(MOVED.get(name, name))(sf)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -303,7 +305,7 @@ def test_evaluation_without_a_function_is_refused(wrong):
 
 def test_deleted_metrics_are_continued_with_a_warning(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    writer = sf.writers.jsonl_writer(path)
+    writer = sf.writers.jsonl(path)
     writer.write_scalars(1, {"a": 1.0})
     path.unlink()
     with pytest.warns(RuntimeWarning, match="deleted during the run, with the rows up to step 1"):
@@ -315,7 +317,7 @@ def test_deleted_metrics_are_continued_with_a_warning(tmp_path):
 def test_blank_last_line_is_continued(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 1.0}\n\n')
-    writer = sf.writers.jsonl_writer(path)
+    writer = sf.writers.jsonl(path)
     writer.write_scalars(2, {"a": 2.0})
     writer.close()
     assert path.read_text() == '{"step": 1, "a": 1.0}\n{"step": 2, "a": 2.0}\n'

@@ -1,12 +1,15 @@
 """Names of version 0.2 work, and say where they are now."""
 
 import importlib
+import inspect
+import re
 import warnings
 
+import numpy as np
 import pytest
 
 import stepfold as sf
-from stepfold.moved import MOVED
+from stepfold.moved import ARGUMENTS, KEYWORDS, MOVED
 
 # What `stepfold` had in version 0.2.
 NAMES_OF_0_2 = (
@@ -39,14 +42,80 @@ def test_a_name_of_0_2_is_there_or_warns_of_its_new_place(name):
     (warning,) = caught
     assert (warning.category, warning.filename) == (DeprecationWarning, __file__)
     assert f"sf.{name} is now sf.{MOVED[name]}" in str(warning.message)
-    module, _, attribute = MOVED[name].rpartition(".")
-    assert getattr(importlib.import_module(f"stepfold.{module}"), attribute) is value
+    if name in ARGUMENTS:
+        assert value.keywords == ARGUMENTS[name]
+        value = value.func
+    assert find(MOVED[name]) is value
+
+
+def find(place):
+    module, _, attribute = place.rpartition(".")
+    return getattr(importlib.import_module(f"stepfold.{module}"), attribute)
 
 
 def test_an_import_of_an_old_name_warns_at_its_line():
-    with pytest.warns(DeprecationWarning, match="sf.hooks.stop_early is now sf.hooks") as caught:
+    with pytest.warns(DeprecationWarning, match="sf.stop_early is now sf.hooks") as caught:
         from stepfold import stop_early  # noqa: F401
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("name", "spelling"),
+    [
+        ("stop_on_nonfinite", "hooks.on_nonfinite"),
+        ("stop_on_spike", "hooks.on_spike"),
+        ("roll_back_on_nonfinite", 'hooks.on_nonfinite(action="go_back")'),
+        ("roll_back_on_spike", 'hooks.on_spike(action="go_back")'),
+        ("console_writer", "writers.console"),
+        ("jsonl_writer", "writers.jsonl"),
+        ("csv_writer", "writers.jsonl(csv=True)"),
+        ("tensorboard_writer", "writers.tensorboard"),
+        ("wandb_writer", "writers.wandb"),
+        ("trackio_writer", 'writers.wandb(library="trackio")'),
+    ],
+)
+def test_a_name_that_needs_an_argument_is_spelled_as_a_call(name, spelling):
+    command = "`python -m stepfold rename FILES` rewrites it"
+    message = f"sf.{name} is now sf.{spelling}; {command}"
+    with pytest.warns(DeprecationWarning, match=f"^{re.escape(message)}$"):
+        getattr(sf, name)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_functions_of_0_2_do_what_they_did(tmp_path):
+    event = sf.Event(2, None, {"train/loss": np.nan}, None, {"train/loss": np.array([1.0, np.nan])})
+    stop, go_back = (
+        hook.update(hook.init, event)[1]
+        for hook in (sf.stop_on_nonfinite(), sf.roll_back_on_nonfinite("train/loss", skip=2))
+    )
+    assert str(stop) == "train/loss is nan in step 2"
+    assert (go_back.skip, go_back.limit) == ((2, 4), 3)
+    assert sf.hooks.GoBack in sf.roll_back_on_spike(window=9).returns
+    assert sf.hooks.GoBack not in sf.stop_on_spike(window=9).returns
+    for writer in (
+        sf.csv_writer(tmp_path / "a.csv"),
+        sf.csv_writer(tmp_path / "b.txt"),
+        sf.jsonl_writer(tmp_path / "c.jsonl", csv=tmp_path / "d.csv"),
+        sf.jsonl_writer(tmp_path / "e.jsonl", csv=None),
+        sf.multi_writer(sf.tensorboard_writer(tmp_path / "f"), sf.console_writer()),
+    ):
+        thread = sf.async_writer(writer)
+        thread.write_scalars(1, {"a": 1})
+        thread.close()
+    names = ["a.csv", "a.csv.jsonl", "b.txt", "b.txt.jsonl", "c.jsonl", "d.csv", "e.jsonl", "f"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert (tmp_path / "b.txt").read_text() == "step,a\n1,1\n"
+    options = {"project": "a", "mode": "offline"}
+    assert type(sf.wandb_writer(**options)) is not type(sf.trackio_writer(project="a"))
+
+
+@pytest.mark.parametrize("place", KEYWORDS)
+def test_an_old_keyword_is_refused_with_its_new_name(place):
+    parameters = inspect.signature(find(place)).parameters
+    for old, new in KEYWORDS[place].items():
+        assert new in parameters
+        with pytest.raises(sf.errors.ConfigError, match=f"{old} is now {new}; write {new}=…"):
+            find(place)(**{old: 3})
 
 
 def test_the_names_at_the_top_are_few():

@@ -480,7 +480,7 @@ def test_an_evaluation_hook_of_a_kind_that_there_is_not_is_refused():
 
 
 def test_a_writer_to_the_file_that_fit_writes_is_refused(tmp_path):
-    hook = sf.log_to(sf.writers.jsonl_writer(tmp_path / "metrics.jsonl"))
+    hook = sf.log_to(sf.writers.jsonl(tmp_path / "metrics.jsonl"))
     with pytest.raises(
         sf.errors.ConfigError, match="expected writers to other files than those that fit"
     ):

@@ -121,7 +121,7 @@ _PUBLIC = (
 _SUBMODULES = (
     *_PUBLIC,
     *("cluster", "core", "internals", "json_files", "lazy", "loop", "moved", "object_storage"),
-    *("table", "tree"),
+    *("rename", "table", "tree"),
 )
 
 

@@ -19,6 +19,10 @@ python -m stepfold evaluate script.py:make RUN_DIR
 
 python -m stepfold report RUN_DIR [RUN_DIR…]
     write the page of a run, or one page that compares several runs
+
+python -m stepfold rename FILE [FILE…]
+    rewrite names of version 0.2 in scripts, notebooks and pages; with --check, only print what
+    would change
 """
 
 import argparse
@@ -73,6 +77,11 @@ def main(arguments: Sequence[str]) -> int:
         "for several runs, in the parent directory of the first)"
     )
     report.add_argument("--out", metavar="FILE", help=text)
+    text = "rewrite names of version 0.2, which work until 0.4, as they are now"
+    rename = verbs.add_parser("rename", help=text, description=text)
+    rename.add_argument("files", nargs="+", metavar="FILE", help="a .py, .ipynb or .md file")
+    text = "print what would change without writing, with exit code 1 if that is anything"
+    rename.add_argument("--check", action="store_true", help=text)
     options = parser.parse_args(arguments)
     if options.verb == "launch":
         return launcher.run(launcher.launch_from(options, launch))
@@ -80,6 +89,10 @@ def main(arguments: Sequence[str]) -> int:
         from stepfold.runs.report import command
 
         return command.run(options)
+    if options.verb == "rename":
+        from stepfold.rename import run
+
+        return run(options)
     from stepfold.errors import ConfigError, StepfoldError
 
     try:

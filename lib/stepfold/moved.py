@@ -1,6 +1,8 @@
 """Names of version 0.2, and where they are now. They work until 0.4, with a warning."""
 
 import inspect
+from collections.abc import Container
+from functools import partial
 from importlib import import_module
 
 from stepfold.errors import warn
@@ -18,20 +20,47 @@ _MOVED_TO = {
         "RetraceError ShardingError TreeMismatchError"
     ),
     "hooks": (
-        "BaseHook GoBack Replace Reweight callback every memory_use only_warn profile "
-        "roll_back_on_nonfinite roll_back_on_spike stop_early stop_on_corruption "
-        "stop_on_nonfinite stop_on_spike stragglers throughput watchdog weight_statistics"
+        "BaseHook GoBack Replace Reweight callback every memory_use only_warn profile stop_early "
+        "stop_on_corruption stragglers throughput watchdog weight_statistics"
     ),
     "inspect": "CompiledStep Report choose choose_remat parameter_table",
     "optim": "clip_by_ordered_norm low_precision ordered_norm skip_spikes",
     "runs": "RunEvaluation",
     "sharding": "devices_of fsdp ordered place reduce_once sharding_table",
-    "writers": (
-        "Writer async_writer console_writer csv_writer jsonl_writer multi_writer "
-        "tensorboard_writer trackio_writer wandb_writer"
-    ),
+    "writers": "Writer async_writer multi_writer",
 }
-MOVED = {name: f"{module}.{name}" for module, names in _MOVED_TO.items() for name in names.split()}
+# Names that have changed too.
+_RENAMED = {
+    "console_writer": "writers.console",
+    "csv_writer": "writers.jsonl",
+    "jsonl_writer": "writers.jsonl",
+    "roll_back_on_nonfinite": "hooks.on_nonfinite",
+    "roll_back_on_spike": "hooks.on_spike",
+    "stop_on_nonfinite": "hooks.on_nonfinite",
+    "stop_on_spike": "hooks.on_spike",
+    "tensorboard_writer": "writers.tensorboard",
+    "trackio_writer": "writers.wandb",
+    "wandb_writer": "writers.wandb",
+}
+MOVED = {
+    **{name: f"{module}.{name}" for module, names in _MOVED_TO.items() for name in names.split()},
+    **_RENAMED,
+}
+# Arguments that a new name needs to do what the old one did.
+ARGUMENTS: dict[str, dict[str, str | bool]] = {
+    "csv_writer": {"csv": True},
+    "roll_back_on_nonfinite": {"action": "go_back"},
+    "roll_back_on_spike": {"action": "go_back"},
+    "trackio_writer": {"library": "trackio"},
+}
+# For each function, arguments by their old names, with the new ones.
+KEYWORDS = {
+    "hooks.on_nonfinite": {"pattern": "metric"},
+    "hooks.on_spike": {"sigma": "deviations"},
+    "optim.skip_spikes": {"sigma": "deviations"},
+}
+# Words in the names of hooks in checkpoints.
+_HOOKS = {name: _RENAMED[name].removeprefix("hooks.") for name in _RENAMED if "_on_" in name}
 # Names that are gone, and what to write.
 GONE = {
     "Elastic": "is gone; give fit the step itself, and start the script with `python -m stepfold "
@@ -60,7 +89,36 @@ def find_moved(name: str) -> object:
         raise AttributeError(f"module 'stepfold' has no attribute {name!r}")
     module, _, attribute = MOVED[name].rpartition(".")
     warn(
-        f"sf.{name} is now sf.{MOVED[name]}; `python -m stepfold rename FILES` rewrites it",
+        f"sf.{name} is now sf.{spell(name)}; `python -m stepfold rename FILES` rewrites it",
         DeprecationWarning,
     )
-    return getattr(import_module(f"stepfold.{module}"), attribute)
+    value = getattr(import_module(f"stepfold.{module}"), attribute)
+    return partial(value, **ARGUMENTS[name]) if name in ARGUMENTS else value
+
+
+def spell(name: str) -> str:
+    """Return the place of an old name, with the arguments that it needs.
+
+    >>> spell("csv_writer")
+    'writers.jsonl(csv=True)'
+    """
+    return f"{MOVED[name]}({spell_arguments(name)})" if name in ARGUMENTS else MOVED[name]
+
+
+def spell_arguments(name: str) -> str:
+    """Return the arguments that the new name needs, as in a call.
+
+    >>> spell_arguments("trackio_writer")
+    'library="trackio"'
+    """
+    values = {key: f'"{x}"' if isinstance(x, str) else x for key, x in ARGUMENTS[name].items()}
+    return ", ".join(f"{key}={value}" for key, value in values.items())
+
+
+def current_hook_name(saved: str, names: Container[str]) -> str:
+    """Return the name now of a hook in a checkpoint, unless one of `names` has the saved one.
+
+    >>> current_hook_name("every stop_on_spike train/loss", [])
+    'every on_spike train/loss'
+    """
+    return saved if saved in names else " ".join(_HOOKS.get(w, w) for w in saved.split(" "))

@@ -167,7 +167,7 @@ def checkpoints_of(**fields):
 
 
 def test_the_former_name_of_sizes_is_refused_with_the_new_one():
-    with pytest.raises(sf.errors.ConfigError, match="plan: expected its new name, sizes=…"):
+    with pytest.raises(sf.errors.ConfigError, match="plan is now sizes; write sizes=…"):
         checkpoints(TrainingArguments(), plan=None)
 
 

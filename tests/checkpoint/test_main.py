@@ -1,5 +1,6 @@
 """The command line lists, shows, verifies and compares steps, and its exit code tells of damage."""
 
+import os
 import runpy
 import shutil
 import sys
@@ -93,6 +94,27 @@ def test_damage_is_told_by_the_code_too(folder, says):
     assert code == 1
     assert lines[:2] == [["1:", "good"], ["2:", "damaged"]]
     assert " ".join(lines[2]) == "w[0:4096]: the values are not those that were saved"
+
+
+def test_the_folder_of_temporary_steps_is_listed_and_verified(tmp_path, says):
+    temporary = sf.Temporary(tmp_path / "local", every=1, keep=2)
+    with sf.Checkpoints(tmp_path / "durable", every=10, temporary=temporary) as series:
+        for step in (1, 2):
+            assert series.due(step)
+            series.save(state(step), step=step, metrics={"loss": 0.5})
+    (folder,) = (tmp_path / "local").iterdir()
+    assert says("verify", folder) == (0, [["1:", "good"], ["2:", "good"]])
+    (file,) = folder.glob("2-*.slices")
+    os.truncate(file, file.stat().st_size - 1)
+    file.with_name(f"{file.name}.part").touch()
+    code, lines = says("ls", folder)
+    assert code == 0
+    assert [line[0] for line in lines[2:4]] == ["1", "2"]
+    assert lines[2][-3:] == ["5", "loss", "0.5"]
+    assert sentence(lines[3:4]).endswith(f"{file.name}: it is damaged or not complete")
+    assert sentence(lines[4:]) == f"set aside or left over: {file.name}.part"
+    code, lines = says("verify", folder)
+    assert (code, lines[:2]) == (1, [["1:", "good"], ["2:", "damaged"]])
 
 
 def test_two_steps_are_compared_leaf_by_leaf(folder, says):

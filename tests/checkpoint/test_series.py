@@ -325,15 +325,63 @@ def test_requested_saves_are_kept_apart_from_scheduled_ones(tmp_path):
         assert series.steps() == [10, 20, 26, 27]
         save_where_due(series, [30])  # a scheduled step, even if it is requested
         assert series.steps() == [20, 26, 27, 30]
-        save(series, 31, requested=True)
+        save(series, 31, kind="requested")
         series.wait()
         assert series.steps() == [20, 27, 30, 31]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kept"),
+    [
+        ({"requested": True}, "save(kind='requested')", [1, 2, 3]),
+        ({"permanent": True}, "save(kind='permanent')", [2, 3]),
+        ({"requested": False}, "save()", [2, 3]),
+    ],
+)
+def test_the_kind_of_a_save_had_other_arguments_in_0_2(tmp_path, old, new, kept):
+    ((name, value),) = old.items()
+    with sf.Checkpoints(tmp_path, keep=2) as series:
+        with pytest.warns(DeprecationWarning, match="is now") as caught:
+            series.save(STATE, step=1, **old)
+        assert [str(each.message) for each in caught] == [f"save({name}={value}) is now {new}"]
+        assert caught[0].filename == __file__
+        save(series, 2)
+        save(series, 3)
+    assert series.steps() == kept
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"kind": "kept"}, ConfigError, "^kind: expected one of 'permanent', 'requested', 'tempor"),
+        (
+            {"kind": "temporary"},
+            ConfigError,
+            r"^kind: expected Checkpoints\(temporary=…\) to go with it, got kind='temporary' alone",
+        ),
+        ({"keep": True}, TypeError, "unexpected keyword argument 'keep'"),
+    ],
+)
+def test_an_unknown_kind_of_save_is_refused(tmp_path, options, error, message):
+    with sf.Checkpoints(tmp_path) as series:
+        with pytest.raises(error, match=message):
+            series.save(STATE, step=1, **options)
+        assert series.steps() == []
+
+
+def test_the_kind_of_a_save_is_in_place_of_the_one_that_was_due(tmp_path):
+    with sf.Checkpoints(tmp_path, every=10, keep=1) as series:
+        save(series, 10)
+        series.request()
+        assert series.due(11)
+        save(series, 11, kind="permanent")  # pushes step 10 out, unlike a requested one
+    assert series.steps() == [11]
 
 
 def test_a_requested_save_may_be_the_best(tmp_path):
     with sf.Checkpoints(tmp_path, every=10, keep=1, best="loss") as series:
         for step in (1, 2, 3):
-            save(series, step, metrics={"loss": float(step)}, requested=True)
+            save(series, step, metrics={"loss": float(step)}, kind="requested")
         save(series, 10, metrics={"loss": 5.0})
     assert series.steps() == [1, 3, 10]
 

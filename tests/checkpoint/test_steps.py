@@ -16,7 +16,7 @@ import stepfold as sf
 from stepfold.checkpoint import steps
 from stepfold.checkpoint import steps as module
 from stepfold.checkpoint.manifest import read_checked
-from stepfold.checkpoint.series import RetentionRule
+from stepfold.checkpoint.policy import Policy, expendable_steps
 from stepfold.checkpoint.steps import (
     check_shared,
     order_by,
@@ -156,8 +156,8 @@ def test_what_is_no_finite_number_is_never_best():
 
 @given(SERIES, st.integers(1, 4), st.none() | st.integers(1, 5), st.booleans(), st.integers(1, 3))
 def test_the_last_the_nth_and_the_best_are_kept(metrics, keep, keep_every, by_best, keep_best):
-    best = ("loss", "min") if by_best else None
-    gone = RetentionRule(keep, keep_every, best, keep_best).expendable(metrics)
+    ranking = {"best": "loss", "keep_best": keep_best} if by_best else {}
+    gone = expendable_steps(Policy(keep=keep, keep_every=keep_every, **ranking), metrics)
     kept = set(metrics) - set(gone)
     last = sorted(metrics)[-keep:]
     finite = {
@@ -170,7 +170,7 @@ def test_the_last_the_nth_and_the_best_are_kept(metrics, keep, keep_every, by_be
 
 
 def test_all_are_kept_if_asked():
-    assert RetentionRule(keep=None).expendable({1: {}, 2: {}}) == []
+    assert expendable_steps(Policy(keep=None), {1: {}, 2: {}}) == []
 
 
 @pytest.mark.parametrize(

@@ -134,10 +134,10 @@ def test_a_save_that_was_not_due_or_is_to_be_permanent_is(tmp_path):
         series.save(state(1), step=1)
         assert series.due(2)
         series.save(state(2), step=2)
-        series.save(state(2), step=2, permanent=True)  # as at a signal
+        series.save(state(2), step=2, kind="permanent")  # as at a signal
         assert not series.due(2)
         assert series.due(4)
-        series.save(state(4), step=4, permanent=True)
+        series.save(state(4), step=4, kind="permanent")
         assert series.due(8)
         series.save(state(9), step=9)  # another step than the one that is due
     assert steps_in(tmp_path / "durable") == [2, 4, 9]

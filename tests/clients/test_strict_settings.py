@@ -150,7 +150,7 @@ def train_with_everything(key, folder, kind):
         return measure(state._replace(params=sf.get_ema(state)), batch)
 
     def fit(*hooks):
-        tensorboard = sf.writers.tensorboard_writer(folder / "tensorboard")
+        tensorboard = sf.writers.tensorboard(folder / "tensorboard")
         batches = sf.batches(DATA, 16, seed=0)
         with sf.prefetch(batches, sharding=lambda batch: sf.shard_batch(batch, mesh)) as stream:
             return sf.fit(
@@ -177,8 +177,8 @@ def train_with_everything(key, folder, kind):
                     ),
                 ],
                 hooks=[
-                    sf.hooks.stop_on_spike(window=4, deviations=1000.0),
-                    sf.hooks.roll_back_on_nonfinite(),
+                    sf.hooks.on_spike(window=4, deviations=1000.0),
+                    sf.hooks.on_nonfinite(action="go_back"),
                     sf.hooks.stop_early("eval/loss", patience=10, keep_state=True),
                     sf.hooks.stop_on_corruption(),
                     sf.hooks.every(8, sf.hooks.weight_statistics(writer=tensorboard)),
@@ -190,7 +190,7 @@ def train_with_everything(key, folder, kind):
                     sf.log_to(
                         sf.writers.async_writer(
                             sf.writers.multi_writer(
-                                tensorboard, sf.writers.csv_writer(folder / "table.csv")
+                                tensorboard, sf.writers.jsonl(folder / "table.csv", csv=True)
                             )
                         )
                     ),

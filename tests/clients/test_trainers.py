@@ -945,7 +945,6 @@ def _(ran, place):
     assert made.stopped.startswith("SIGINT at step")
 
 
-@pytest.mark.filterwarnings("ignore:csv_writer")
 @pytest.mark.parametrize("check", ROWS)
 def test_documented_feature(check, ran, tmp_path):
     check(ran, tmp_path)

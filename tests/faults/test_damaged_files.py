@@ -135,8 +135,8 @@ NULS = {  # what a power loss may leave of the rows of steps 2 and 4, and which 
 
 def run_with_files(folder, steps):
     files = [
-        sf.writers.jsonl_writer(folder / "own.jsonl"),
-        sf.writers.csv_writer(folder / "own.csv"),
+        sf.writers.jsonl(folder / "own.jsonl"),
+        sf.writers.jsonl(folder / "own.csv", csv=True),
     ]
     hooks = [sf.log_to(file, name=f"{i}") for i, file in enumerate(files)]
     with warnings.catch_warnings(record=True, action="always") as caught:
@@ -184,7 +184,7 @@ def test_a_file_of_another_program_that_begins_with_nul_bytes_is_left_alone(tmp_
     with pytest.raises(
         sf.errors.ConfigError, match=r"own\.jsonl: expected a file that begins with"
     ):
-        run(tmp_path, 4, hooks=sf.log_to(sf.writers.jsonl_writer(tmp_path / "own.jsonl")))
+        run(tmp_path, 4, hooks=sf.log_to(sf.writers.jsonl(tmp_path / "own.jsonl")))
     assert (tmp_path / "own.jsonl").read_bytes() == content
 
 

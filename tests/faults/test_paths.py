@@ -164,9 +164,9 @@ def test_the_working_directory_may_change_at_any_time(top, tmp_path):
     local = sf.Temporary("local", every=1)
     series = sf.Checkpoints("runs/c", every=2, temporary=local)
     writers = {
-        "jsonl": sf.writers.jsonl_writer("log.jsonl", csv="log.csv"),
-        "csv": sf.writers.csv_writer("~/table.csv"),
-        "tensorboard": sf.writers.tensorboard_writer("../board"),
+        "jsonl": sf.writers.jsonl("log.jsonl", csv="log.csv"),
+        "csv": sf.writers.jsonl("~/table.csv", csv=True),
+        "tensorboard": sf.writers.tensorboard("../board"),
     }
     hook = lambda event: os.chdir("/")
     os.chdir(top / "far")
@@ -361,9 +361,9 @@ USES = {
     "latest_step": sf.checkpoint.latest_step,
     "average": lambda path: sf.checkpoint.average_checkpoints(path, [1]),
     "read_capsule": sf.debug.read_capsule,
-    "jsonl_writer": sf.writers.jsonl_writer,
-    "csv_writer": sf.writers.csv_writer,
-    "tensorboard_writer": sf.writers.tensorboard_writer,
+    "jsonl": sf.writers.jsonl,
+    "csv": lambda path: sf.writers.jsonl(path, csv=True),
+    "tensorboard": sf.writers.tensorboard,
     "profile": lambda path: sf.hooks.profile(1, 1, path),
     "export_params": lambda path: sf.checkpoint.export_params(path, {"w": np.ones(2)}),
     "load_params": lambda path: sf.checkpoint.load_params(path, {"w": np.ones(2)}),
@@ -415,8 +415,8 @@ def uses_as_nobody(closed):
         lambda path: sf.save(path, {"w": np.ones(2)}, step=1),
         lambda path: sf.restore(path, {"w": np.ones(2)}),
         sf.checkpoint.verify,
-        sf.writers.jsonl_writer,
-        sf.writers.tensorboard_writer,
+        sf.writers.jsonl,
+        sf.writers.tensorboard,
         lambda path: sf.hooks.profile(1, 1, path),
         sf.debug.read_capsule,
         lambda path: sf.checkpoint.load_params(path, {"w": np.ones(2)}),

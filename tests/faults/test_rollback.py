@@ -47,7 +47,9 @@ def trains(runs):
             step, init(), batches.without(skips) if skips else batches,
             steps=44, log_every=8, run_dir=f"{folder}/run",
             checkpoints=sf.Checkpoints(every=4, keep=6),
-            hooks=[] if skips else sf.hooks.roll_back_on_spike(window=8, deviations=100.0, limit=4),
+            hooks=[] if skips else sf.hooks.on_spike(
+                action="go_back", window=8, deviations=100.0, limit=4
+            ),
         )  # fmt: skip
         rows = Path(folder, "run", "metrics.jsonl").read_text()
         state = np.asarray(result.state.params["w"]).tobytes()

@@ -419,9 +419,23 @@ def test_a_state_of_stop_early_of_0_2_continues():
     assert str(hook(evaluated(40, 0.7))).endswith("than 0.5 for 2 evaluations, since step 20")
 
 
-def test_a_state_of_stop_on_spike_of_0_2_continues():
+@pytest.mark.parametrize("action", ["stop", "go_back"])
+@pytest.mark.parametrize("before", ["stop", "roll_back"])
+def test_a_state_of_a_hook_on_spikes_of_0_2_continues(before, action):
     state = {"metric": "train/loss", "latest": [2.0, 2.1, 1.9, 2.0]}
-    hook = Shown(sf.hooks.stop_on_spike(window=4))
+    hook = Shown(sf.hooks.on_spike(window=4, action=action))
+    hook.resume([[f"{before}_on_spike train/loss", state]], 4)
+    kind = sf.Stop if action == "stop" else sf.hooks.GoBack
+    assert isinstance(hook(train(5, 9.0)), kind)
+    wrapped = Shown(sf.hooks.every(2, sf.hooks.on_spike(window=4, action=action)))
+    saved = {"n": 2, "first": 0, "reached": {"train": 2}, "hook": state, "is_new": False}
+    wrapped.resume([[f"every {before}_on_spike train/loss", saved]], 4)
+    assert isinstance(wrapped(train(6, 9.0)), kind)
+
+
+def test_a_hook_with_a_name_of_0_2_keeps_it():
+    state = {"metric": "train/loss", "latest": [2.0, 2.1, 1.9, 2.0]}
+    hook = Shown(sf.hooks.on_spike(window=4, name="stop_on_spike train/loss"))
     hook.resume([["stop_on_spike train/loss", state]], 4)
     assert hook(train(5, 9.0)).kind == "spike"
 
@@ -487,7 +501,7 @@ def test_what_has_no_effect_at_an_event_without_metrics_is_refused(kind, returne
 
 def test_a_capsule_is_taken_for_a_wrapped_hook_too():
     poisoned = [{"x": np.full(4, x, np.float32)} for x in (1, np.nan, 1, 1)]
-    hook = sf.hooks.every(1, sf.hooks.stop_on_nonfinite())
+    hook = sf.hooks.every(1, sf.hooks.on_nonfinite())
     result = sf.fit(STEP, start(), poisoned, hooks=hook, log_every=1)
     assert (result.stop_reason.kind, result.capsule.step) == ("nonfinite", 2)
 
@@ -511,11 +525,11 @@ def test_files_name_hooks_and_sinks_as_the_user_knows_them(tmp_path):
         def __call__(self, event):
             return None
 
-    writer = sf.log_to(sf.writers.jsonl_writer(tmp_path / "own.jsonl"))
+    writer = sf.log_to(sf.writers.jsonl(tmp_path / "own.jsonl"))
     fit([Opens(), writer], run_dir=tmp_path / "run")
     info = json.loads((tmp_path / "run" / "run.json").read_text())
     named = "test_files_name_hooks_and_sinks_as_the_user_knows_them"
-    assert info["arguments"]["hooks"] == ["stop_on_nonfinite", named, "log_to"]
+    assert info["arguments"]["hooks"] == ["on_nonfinite", named, "log_to"]
     parts = {part for part, _ in info["attempts"][0]["parts"] if part.startswith("hook ")}
     assert {"hook Opens", "hook log_to", "hook metrics.jsonl"} <= parts
     assert not any("effects" in part for part in parts)

@@ -13,12 +13,10 @@ from tests.small import STEP, TX, Shown, batches, masked_loss_fn, start
 import stepfold as sf
 from stepfold.hooks import stop
 from stepfold.hooks.stop import (
-    roll_back_on_nonfinite,
-    roll_back_on_spike,
+    on_nonfinite,
+    on_spike,
     stop_early,
     stop_on_corruption,
-    stop_on_nonfinite,
-    stop_on_spike,
     time_limit,
     watchdog,
 )
@@ -36,18 +34,18 @@ def evaluation(step, value, name="eval/loss", state=None):
 def test_every_hook_here_declares_what_it_may_do():
     stops = [
         (time_limit(1), None, [Stop]),
-        (stop_on_nonfinite(), None, [Stop, Nonfinite]),
+        (on_nonfinite(), None, [Stop, Nonfinite]),
         (stop_on_corruption(), "train/corrupt", [Stop]),
-        (stop_on_spike(), "train/loss", [Stop]),
-        (roll_back_on_nonfinite(), None, [Stop, Nonfinite, GoBack]),
-        (roll_back_on_spike(), "train/loss", [Stop, GoBack]),
+        (on_spike(), "train/loss", [Stop]),
+        (on_nonfinite(action="go_back"), None, [Stop, Nonfinite, GoBack]),
+        (on_spike(action="go_back"), "train/loss", [Stop, GoBack]),
         (stop_early("a", patience=1, mode="max"), "a", [Stop]),
     ]
     for hook, metric, returns in stops:
         assert (hook.metric, {*hook.returns}, hook.provides) == (metric, {*returns}, ())
-    request = Shown(roll_back_on_nonfinite())(train(1, {"train/loss": np.array([np.nan])}))
+    request = Shown(on_nonfinite(action="go_back"))(train(1, {"train/loss": np.array([np.nan])}))
     assert request.limit == 3
-    for hook in (stop_on_nonfinite(), stop_on_spike(), stop_on_corruption()):
+    for hook in (on_nonfinite(), on_spike(), stop_on_corruption()):
         assert Shown(hook)(evaluation(1, np.nan)) is None  # which they ignore
 
 
@@ -62,14 +60,9 @@ EARLY = {"metric": "eval/loss", "patience": 1}
             for seconds in (-1, math.nan, "60", True)
         ),
         # It would never be seen, and the hook replaces the one that `fit` adds for the loss.
-        (stop_on_nonfinite, {"metric": "eval/loss"}, "metric: expected a train metric such as"),
-        (stop_on_nonfinite, {"pattern": "train/loss"}, "pattern is now metric; write metric=…"),
-        (
-            roll_back_on_nonfinite,
-            {"pattern": "train/loss"},
-            "pattern is now metric; write metric=…",
-        ),
-        (roll_back_on_spike, {"sigma": 3.0}, "sigma is now deviations; write deviations=…"),
+        (on_nonfinite, {"metric": "eval/loss"}, "metric: expected a train metric such as"),
+        (on_nonfinite, {"pattern": "train/loss"}, "pattern is now metric; write metric=…"),
+        (on_spike, {"sigma": 3.0}, "sigma is now deviations; write deviations=…"),
         (
             stop_early,
             {**EARLY, "patience": 0},
@@ -81,9 +74,24 @@ EARLY = {"metric": "eval/loss", "patience": 1}
         (stop_early, {**EARLY, "metric": ""}, "expected the name of a metric, got ''"),
         # The state would be that of a later step.
         (stop_early, {**EARLY, "metric": "train/loss", "keep_state": True}, "keep_state: expected"),
-        (stop_on_spike, {"metric": "eval/loss"}, "metric: expected a train metric such as .train"),
-        (stop_on_spike, {"window": 1}, "window: expected an integer of at least 2, got 1"),
-        (stop_on_spike, {"deviations": 0}, "deviations: expected a number above 0, got 0"),
+        (on_spike, {"metric": "eval/loss"}, "metric: expected a train metric such as .train"),
+        *(
+            (make, {"action": action}, f"action: expected 'stop' or 'go_back', got {got}")
+            for make in (on_nonfinite, on_spike)
+            for action, got in (("skip", "str 'skip'"), (None, "None"), (["stop"], "list"))
+        ),
+        *(
+            (make, {name: value}, f"{name}: expected action='go_back' with it, got action='stop'")
+            for make in (on_nonfinite, on_spike)
+            for name, value in (("skip", 1), ("limit", 3))
+        ),
+        *(
+            (make, {"action": "go_back", name: 0}, f"{name}: expected an integer of at least 1")
+            for make in (on_nonfinite, on_spike)
+            for name in ("skip", "limit")
+        ),
+        (on_spike, {"window": 1}, "window: expected an integer of at least 2, got 1"),
+        (on_spike, {"deviations": 0}, "deviations: expected a number above 0, got 0"),
         (watchdog, {"seconds": 0}, "expected seconds, a number above 0, got "),
         (watchdog, {"seconds": 60, "abort": 1}, "abort: expected True or False, got int 1"),
     ],
@@ -96,8 +104,8 @@ def test_arguments_are_checked(make, options, message):
 @pytest.mark.parametrize(
     ("hook", "message"),
     [
-        (stop_on_nonfinite("train/los"), "train/los.*train/loss"),
-        (stop_on_spike("train/los"), "train/los.*train/loss"),
+        (on_nonfinite("train/los"), "train/los.*train/loss"),
+        (on_spike("train/los"), "train/los.*train/loss"),
         (stop_early("eval/los", patience=1, mode="min"), "eval/los.*eval/loss"),
         (stop_on_corruption(), "hooks: expected one of train/.*, got train/corrupt"),
     ],
@@ -120,7 +128,7 @@ def test_it_stops_when_the_time_is_over(monkeypatch):
     assert hook(train(2)) == Stop("time_limit", "the time limit of 60 s was reached")
 
 
-# stop_on_nonfinite
+# on_nonfinite
 
 
 def test_a_nan_in_another_loss_of_a_step_without_loss_stops_the_run():
@@ -140,12 +148,12 @@ def test_the_first_step_of_any_metric_counts_and_those_without_weight_do_not():
     values["train/c"] = np.array([np.nan, 1, 1])
     weights = {"train/c": np.array([0.0, 1, 1])}
     event = Event(9, None, dict.fromkeys(values, np.nan), None, values, weights=weights)
-    hook = Shown(stop_on_nonfinite())
+    hook = Shown(on_nonfinite())
     assert str(hook(event)) == "train/b is inf in step 8"
     assert found(hook).before["train/a"] == 1
-    assert str(Shown(stop_on_nonfinite("train/a"))(event)) == "train/a is nan in step 9"
+    assert str(Shown(on_nonfinite("train/a"))(event)) == "train/a is nan in step 9"
     with_loss = event._replace(per_step={**values, "train/loss": np.ones(3)})
-    assert Shown(stop_on_nonfinite())(with_loss._replace(metrics={"train/loss": 1.0})) is None
+    assert Shown(on_nonfinite())(with_loss._replace(metrics={"train/loss": 1.0})) is None
 
 
 def found(hook):
@@ -153,7 +161,7 @@ def found(hook):
 
 
 def test_it_keeps_the_first_such_step_of_a_run_and_its_metrics():
-    hook = Shown(stop_on_nonfinite())
+    hook = Shown(on_nonfinite())
     values = {"train/loss": np.array([1.0, -np.inf, np.nan]), "train/hit": np.array([0.5, 0.25, 0])}
     reason = hook(train(9, values | {"train/many": np.ones((3, 2))}))
     assert reason == Stop("nonfinite", "train/loss is -inf in step 8")
@@ -181,7 +189,7 @@ def test_a_run_stops_with_a_nan_but_not_with_a_masked_batch_or_a_skipped_step(
 ):
     batches = [{"x": np.float32([x or 0]), "mask": np.array([x is not None])} for x in losses]
     step = sf.make_train_step(masked_loss_fn, TX, **options)
-    result = sf.fit(step, start(), batches, log_every=2, hooks=stop_on_nonfinite())
+    result = sf.fit(step, start(), batches, log_every=2, hooks=on_nonfinite())
     assert str(result.stop_reason).startswith(message)
     assert result.stop_reason.kind == ("exhausted" if "ended" in message else "nonfinite")
 
@@ -289,7 +297,7 @@ def test_the_best_state_stays_in_memory_where_a_run_goes_back_unless_it_is_obsol
     assert hook.state["_best_state"] is None
 
 
-# stop_on_spike
+# on_spike
 
 
 def losses(step, values):
@@ -315,7 +323,7 @@ def noise(count):
 def test_a_spike_is_found_in_its_step_for_any_interval(chunk):
     values = noise(200)
     values[149] = 4.0
-    message = feed(stop_on_spike(window=50), values, chunk)
+    message = feed(on_spike(window=50), values, chunk)
     assert message is not None
     assert message.startswith("train/loss is 4 in step 150, and the median of the 50 before it is ")
 
@@ -323,16 +331,16 @@ def test_a_spike_is_found_in_its_step_for_any_interval(chunk):
 def test_a_flat_loss_may_move_by_a_tenth():
     flat = np.full(100, 0.5)
     flat[90] = 0.54
-    assert feed(stop_on_spike(window=50), flat, 10) is None
+    assert feed(on_spike(window=50), flat, 10) is None
     flat[90] = 0.56
-    assert "in step 91" in feed(stop_on_spike(window=50), flat, 10)
+    assert "in step 91" in feed(on_spike(window=50), flat, 10)
 
 
 def test_the_state_of_another_metric_is_not_restored():
-    hook = Shown(stop_on_spike(window=10, name="mine"))
+    hook = Shown(on_spike(window=10, name="mine"))
     hook(losses(10, noise(10)))
     for metric, is_same in (("train/loss", True), ("train/norm", False)):
-        resumed = Shown(stop_on_spike(metric, window=10, name="mine"))
+        resumed = Shown(on_spike(metric, window=10, name="mine"))
         resumed.resume(hook.save(), 10)
         assert bool(resumed(train(11, {metric: np.array([99.0])}))) is is_same
     early, other = (
@@ -347,11 +355,11 @@ def test_the_state_of_another_metric_is_not_restored():
 def test_the_window_is_small_in_a_checkpoint_and_continues():
     values = noise(60)
     values[40] = 4.0
-    hook = Shown(stop_on_spike(window=10))
+    hook = Shown(on_spike(window=10))
     assert hook(losses(40, values[:40])) is None
     saved = hook.save()
     assert len(saved[0][1]["latest"]) == 10
-    resumed = Shown(stop_on_spike(window=10))
+    resumed = Shown(on_spike(window=10))
     resumed.resume(saved, 40)
     assert str(resumed(losses(60, values[40:]))).startswith("train/loss is 4 in step 41")
 
@@ -479,7 +487,7 @@ def test_a_corrupt_run_stops_in_the_right_step_and_is_not_saved(options, tmp_pat
 
 
 def test_the_metrics_of_the_step_before_may_be_in_the_event_before_or_unknown():
-    hook = Shown(stop_on_nonfinite())
+    hook = Shown(on_nonfinite())
     hook(train(4, {"train/loss": np.array([1.0, 2.0])}))
     hook(train(6, {"train/loss": np.array([np.nan, 3.0])}))
     assert (found(hook).step, found(hook).before) == (5, {"train/loss": 2.0})
@@ -490,7 +498,7 @@ def test_the_metrics_of_the_step_before_may_be_in_the_event_before_or_unknown():
     for bad, wanted in ((2, {"train/new": 8.0}), (1, {})):
         losses = np.ones(4)
         losses[bad] = np.nan
-        hook = Shown(stop_on_nonfinite())
+        hook = Shown(on_nonfinite())
         hook(train(12, {"train/loss": losses, "train/new": np.array([8.0, 9.0])}))
         metrics = dict(found(hook).metrics)
         assert np.isnan(metrics.pop("train/loss"))

@@ -8,7 +8,7 @@ import pytest
 from tests.small import STEP, Shown, start
 
 import stepfold as sf
-from stepfold.hooks.stop import stop_early, stop_on_nonfinite, time_limit
+from stepfold.hooks.stop import on_nonfinite, stop_early, time_limit
 from stepfold.hooks.wrappers import callback, every, only_warn
 from stepfold.loop.events import Event, GoBack, Nonfinite, Replace, Stop
 from stepfold.loop.hook import Hook
@@ -80,7 +80,7 @@ def test_the_state_of_a_wrapped_hook_is_saved_and_continues(wrap):
 def test_declarations_are_those_of_the_wrapped_hook(wrap):
     update = lambda state, event: (state, None)
     exact = Hook(0, update, "mine", (), True, "eval/loss", ("norm/",), (Stop, GoBack), ("eval",))
-    for inner in (exact, stop_on_nonfinite()):
+    for inner in (exact, on_nonfinite()):
         hook = wrap(wrap(inner))
         names = "exact", "metric", "provides", "only"
         assert [getattr(hook, name) for name in names] == [getattr(inner, name) for name in names]
@@ -89,7 +89,7 @@ def test_declarations_are_those_of_the_wrapped_hook(wrap):
 
 
 def test_only_a_wrapper_that_warns_cannot_stop():
-    hook = stop_on_nonfinite()
+    hook = on_nonfinite()
     assert every(1, hook).may_return(Stop)
     assert every(1, lambda event: None).may_return(Stop)
     for wrapped in (only_warn(hook), every(1, only_warn(hook)), only_warn(every(1, hook))):

@@ -23,7 +23,7 @@ from stepfold.loop.intervals import Steps
 from stepfold.loop.run import Kind, Request, Run
 from stepfold.runs import rollback
 from stepfold.runs.session import Session
-from stepfold.writers.jsonl import jsonl_writer
+from stepfold.writers.jsonl import JsonlWriter
 
 from . import network
 
@@ -63,7 +63,7 @@ def fit(data, folder, hooks=(), step=STEP, **options):
 
 
 def spike(**options):
-    return sf.hooks.roll_back_on_spike(**{"window": 8, "deviations": 100.0, **options})
+    return sf.hooks.on_spike(**{"window": 8, "deviations": 100.0, **options}, action="go_back")
 
 
 def rows(folder):
@@ -136,7 +136,7 @@ def test_checkpoints_in_a_bucket_are_left_too(tmp_path, skipping):
 
 @pytest.mark.full
 def test_a_nan_is_skipped(tmp_path, skipping):
-    run = fit(batches([23, 24], np.nan), tmp_path, sf.hooks.roll_back_on_nonfinite(skip=2))
+    run = fit(batches([23, 24], np.nan), tmp_path, sf.hooks.on_nonfinite(action="go_back", skip=2))
     check(run, tmp_path, skipping((23, 25)))
 
 
@@ -145,7 +145,11 @@ def test_it_stops_with_the_reason_after_the_limit(tmp_path):
     assert run.stop_reason.kind == "spike"
     assert str(run.stop_reason).startswith("train/loss is ")
     assert "; went back 2 times before, the limit; stopped at step " in str(run.stop_reason)
-    run = fit(batches([13, 23], np.nan), tmp_path / "nan", sf.hooks.roll_back_on_nonfinite(limit=1))
+    run = fit(
+        batches([13, 23], np.nan),
+        tmp_path / "nan",
+        sf.hooks.on_nonfinite(limit=1, action="go_back"),
+    )
     assert run.stop_reason.kind == "nonfinite"
     assert run.capsule.step == 23
     assert run.capsule.rollbacks == sf.debug.read_capsule(run.capsule.path).rollbacks
@@ -269,7 +273,7 @@ def forget_the_interval(run, *args, whole=Run.from_checkpoint):
 MUTANTS = {
     "skips the batch after": (BatchFeed, "skip", skip_the_next),
     "keeps the history": (Run, "from_checkpoint", keep("history")),
-    "keeps the rows": (jsonl_writer, "resume", lambda writer, step: None),
+    "keeps the rows": (JsonlWriter, "resume", lambda writer, step: None),
     "forgets the open interval": (Run, "from_checkpoint", forget_the_interval),
     "keeps the state of hooks": (Hooks, "from_saved", lambda hooks, saved, before: before),
     "keeps later checkpoints": (
@@ -360,12 +364,10 @@ def test_what_cannot_go_back_is_refused(tmp_path):
             tmp_path / "b",
             lambda event: sf.hooks.GoBack(skip=1) if event.step > 12 else None,
         )
-    with pytest.raises(
-        sf.errors.ConfigError, match="roll_back_on_spike: expected checkpoints=… to go"
-    ):
+    with pytest.raises(sf.errors.ConfigError, match="on_spike: expected checkpoints=… to go"):
         fit(batches(), tmp_path / "e", spike(), checkpoints=None)
     with pytest.raises(sf.errors.ConfigError, match="batches: expected some that can skip a part"):
-        fit(Own(), tmp_path / "f", sf.hooks.roll_back_on_nonfinite())
+        fit(Own(), tmp_path / "f", sf.hooks.on_nonfinite(action="go_back"))
     fit(batches(), tmp_path / "g", sf.hooks.only_warn(spike()), checkpoints=None, steps=2)
     for skip in (0, (5, 5)):
         with pytest.raises(

@@ -48,7 +48,7 @@ class Memory:
 def make_hooks(writer, epochs):
     return [
         sf.hooks.every(10, lambda event: {"seen": event.step}),
-        sf.hooks.only_warn(sf.hooks.stop_on_spike(window=10, deviations=1e6)),
+        sf.hooks.only_warn(sf.hooks.on_spike(window=10, deviations=1e6)),
         sf.progress("json", file=io.StringIO()),
         sf.log_to(writer, every=8),
         sf.hooks.stop_early("eval/loss", patience=1000),

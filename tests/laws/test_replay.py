@@ -158,7 +158,7 @@ def test_over_a_step_that_was_skipped():
     data["y"][order.at(2)[2]], data["z"][order.at(7)[6]] = 0.0, 0.0
     step, result = run(loss, sf.batches(data, ROWS, seed=1), options={"skip_nonfinite": True})
     assert (result.steps, result.capsule) == (30, None)
-    hook = sf.hooks.stop_on_nonfinite("train/own")
+    hook = sf.hooks.on_nonfinite("train/own")
     batches = sf.batches(data, ROWS, seed=1)
     step, result = run(loss, batches, options={"skip_nonfinite": True}, hooks=[hook])
     assert result.capsule.step == 8

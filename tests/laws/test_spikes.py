@@ -191,14 +191,14 @@ def test_a_loss_that_was_zero_throughout_has_no_scale_to_judge_by():
 
 
 @given(st.lists(st.sampled_from([0.75, 1.0, 1.25, 1.5, 1.75, 8.0]), min_size=6, max_size=24))
-def test_the_first_spike_is_where_stop_on_spike_stops(losses):
+def test_the_first_spike_is_where_on_spike_stops(losses):
     state, skipped = skipping().init(PARAMS), None
     for i, loss in enumerate(losses):
         _, state = skipping().update(GRADS, state, PARAMS, value=jnp.float32(loss))
         if skipped is None and int(state.skipped):
             skipped = i + 1
     event = sf.Event(len(losses), None, {}, None, {"train/loss": np.array(losses)})
-    stop = Shown(sf.hooks.stop_on_spike(window=WINDOW, deviations=DEVIATIONS))(event)
+    stop = Shown(sf.hooks.on_spike(window=WINDOW, deviations=DEVIATIONS))(event)
     assert (stop is None) == (skipped is None)
     assert stop is None or f" in step {skipped}," in stop.message
 

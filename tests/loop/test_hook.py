@@ -368,7 +368,7 @@ def test_events_without_metrics_reach_only_hooks_that_ask_and_no_sink():
 def run(hooks, path=None, **options):
     """Run 8 steps with a log point and an evaluation at every fourth; return the result."""
     options["evaluation"] = sf.Evaluation(EVAL_STEP, lambda: batches(epochs=1), every=4)
-    writers = [] if path is None else [sf.log_to(sf.writers.jsonl_writer(path))]
+    writers = [] if path is None else [sf.log_to(sf.writers.jsonl(path))]
     hooks = [*hooks, *writers]
     return sf.fit(STEP, start(), batches(), steps=8, log_every=4, hooks=hooks, **options)
 

@@ -367,7 +367,11 @@ def goes_back(start, folder, asks):
 
     ends = []
     for name, data, hooks in [
-        ("a", batches(), ask if asks else sf.hooks.roll_back_on_spike(window=8, deviations=100.0)),
+        (
+            "a",
+            batches(),
+            ask if asks else sf.hooks.on_spike(window=8, deviations=100.0, action="go_back"),
+        ),
         ("b", batches().without([(13, 14)]), ()),
     ]:
         state = init_sharded({"w": jnp.zeros(8)}, tx, mesh)

@@ -121,13 +121,13 @@ def count(event):
         (stop(), stop(metric="eval/loss"), "stop_early train/loss, but fit has"),
         (
             sf.hooks.every(2, stop()),
-            sf.hooks.every(2, sf.hooks.stop_on_spike()),
+            sf.hooks.every(2, sf.hooks.on_spike()),
             "every stop_early train/loss, but fit has",
         ),
         (stop(), stop(), None),
         (sf.hooks.every(2, count), sf.hooks.every(2, lambda event: None), None),
         ([], stop(), None),
-        (sf.log_to(sf.writers.console_writer()), [], None),
+        (sf.log_to(sf.writers.console()), [], None),
     ],
 )
 def test_a_state_that_no_hook_takes_is_named(tmp_path, before, after, says):

@@ -38,7 +38,7 @@ def test_the_report_times_no_hook_that_the_user_did_not_give(tmp_path):
     """A hook of the loop has a row only if it writes, prints, or stops the run."""
     run(tmp_path, Config(), hooks=[sf.hooks.stop_early("train/loss", patience=9)])
     parts = [part for part, _ in info(tmp_path)["attempts"][0]["parts"] if part.startswith("hook ")]
-    names = ["stop_on_nonfinite", "stop_early train/loss", "metrics.jsonl", "report.html"]
+    names = ["on_nonfinite", "stop_early train/loss", "metrics.jsonl", "report.html"]
     names.append("progress")
     assert sorted(parts) == sorted(f"hook {name}" for name in names)
 

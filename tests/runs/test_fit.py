@@ -302,7 +302,7 @@ def test_what_a_second_signal_waits_for_is_said(tmp_path, capfd, monkeypatch):
 
 @pytest.mark.parametrize(
     ("hooks", "is_shown"),
-    [([], True), ([sf.progress("none")], False), ([sf.log_to(sf.writers.console_writer())], False)],
+    [([], True), ([sf.progress("none")], False), ([sf.log_to(sf.writers.console())], False)],
 )
 def test_a_long_run_without_a_hook_that_shows_progress_prints_lines(
     hooks, is_shown, capfd, monkeypatch
@@ -343,7 +343,7 @@ def test_a_run_that_resumes_says_so(hooks, tmp_path, capfd):
     [
         (
             sf.hooks.stop_early("train/at", mode="min", patience=9, name="mine"),
-            sf.hooks.stop_on_spike("train/at", name="mine"),
+            sf.hooks.on_spike("train/at", name="mine"),
         ),
         (sf.progress("none", name="every"), sf.hooks.every(2, lambda event: None)),
         (sf.hooks.every(2, lambda event: None), sf.hooks.callback(print, name="every")),
@@ -388,14 +388,14 @@ def test_metrics_that_a_hook_writes_are_not_written_twice(tmp_path):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda path: sf.log_to(sf.writers.jsonl_writer(path / "metrics.jsonl")),
+        lambda path: sf.log_to(sf.writers.jsonl(path / "metrics.jsonl")),
         lambda path: sf.log_to(
-            sf.writers.async_writer(sf.writers.csv_writer(path / "metrics.csv")), every=5
+            sf.writers.async_writer(sf.writers.jsonl(path / "metrics.csv", csv=True)), every=5
         ),
         lambda path: sf.log_to(
-            sf.writers.multi_writer(sf.writers.jsonl_writer(path / "x/../metrics.jsonl"))
+            sf.writers.multi_writer(sf.writers.jsonl(path / "x/../metrics.jsonl"))
         ),
-        lambda path: sf.log_to(sf.writers.jsonl_writer(path / "x", csv=path / "metrics.csv")),
+        lambda path: sf.log_to(sf.writers.jsonl(path / "x", csv=path / "metrics.csv")),
     ],
 )
 def test_a_writer_to_a_file_that_fit_writes_is_refused(make, tmp_path):
@@ -403,16 +403,13 @@ def test_a_writer_to_a_file_that_fit_writes_is_refused(make, tmp_path):
         sf.errors.ConfigError, match="hooks: expected writers to other files .*metrics"
     ):
         fit(run_dir=tmp_path, hooks=make(tmp_path))
-    assert (
-        fit(run_dir=tmp_path, hooks=sf.log_to(sf.writers.jsonl_writer(tmp_path / "own"))).steps
-        == 20
-    )
+    assert fit(run_dir=tmp_path, hooks=sf.log_to(sf.writers.jsonl(tmp_path / "own"))).steps == 20
     assert rows(tmp_path / "metrics.jsonl") == rows(tmp_path / "own") == [10, 20]
 
 
 def test_a_refused_argument_leaves_no_series_open(tmp_path):
     plan = sf.Checkpoints(tmp_path, every=7)
-    own = sf.log_to(sf.writers.jsonl_writer(tmp_path / "run" / "metrics.jsonl"))
+    own = sf.log_to(sf.writers.jsonl(tmp_path / "run" / "metrics.jsonl"))
     with pytest.raises(sf.errors.ConfigError, match="hooks: expected writers to other files"):
         fit(run_dir=tmp_path / "run", checkpoints=plan, hooks=own)
     with pytest.raises(sf.errors.CheckpointError, match="Checkpoints.request: no series is open"):
@@ -492,8 +489,8 @@ def evaluations(*names, **options):
         ({"hooks": [3]}, "hooks: expected functions of an event, got int 3"),
         ({"hooks": None}, "hooks: expected functions of an event, got NoneType None"),
         (
-            {"hooks": [sf.hooks.stop_on_spike]},
-            r"got function .*; call it with its arguments, as in stop_on",
+            {"hooks": [sf.hooks.on_spike]},
+            r"got function .*; call it with its arguments, as in on_spi",
         ),
         (
             {"hooks": [lambda step, metrics: None]},
@@ -663,7 +660,7 @@ def test_an_epoch_that_an_exception_interrupted_at_the_end_of_the_run_is_finishe
 
 
 def test_a_nan_of_an_earlier_run_does_not_end_one_in_which_nothing_is_trained():
-    hook = sf.hooks.stop_on_nonfinite()
+    hook = sf.hooks.on_nonfinite()
     first = learn(steps=3, hooks=hook)
     assert first.stop_reason.kind == "nonfinite"
     with pytest.warns(UserWarning, match="nothing was trained: step 3 of 3 was done before"):
@@ -1121,7 +1118,7 @@ def test_metrics_are_durable_before_the_checkpoint_is(tmp_path):
             slow.wait(0.3)
 
     path = tmp_path / "mine.jsonl"
-    writer = sf.writers.async_writer(sf.writers.multi_writer(Slow(), sf.writers.jsonl_writer(path)))
+    writer = sf.writers.async_writer(sf.writers.multi_writer(Slow(), sf.writers.jsonl(path)))
     finish = sf.checkpoint.Series._finish
 
     def look(self, store, step):

@@ -183,7 +183,7 @@ def test_the_best_state_of_a_late_result_is_refused(tmp_path):
 
 
 def test_other_writers_get_late_numbers_at_the_step_of_their_arrival(tmp_path):
-    writer = sf.writers.jsonl_writer(tmp_path / "other.jsonl")
+    writer = sf.writers.jsonl(tmp_path / "other.jsonl")
     fit(tmp_path / "run", [At(tmp_path / "run", [7]), sf.log_to(writer)])
     rows = [json.loads(line) for line in (tmp_path / "other.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "eval/step" in row] == [8]

@@ -158,8 +158,8 @@ def test_a_request_without_an_open_series_is_an_error(tmp_path):
         checkpoints.request()
     with checkpoints as series:
         checkpoints.request()
-    for closed in (checkpoints, series):
-        with pytest.raises(CheckpointError, match="no series is open"):
+    for closed, message in ((checkpoints, "no series is open"), (series, "the series is closed")):
+        with pytest.raises(CheckpointError, match=message):
             closed.request()
 
 

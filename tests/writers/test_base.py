@@ -10,17 +10,20 @@ import numpy as np
 import pytest
 
 import stepfold as sf
-from stepfold.writers.base import ConvertingWriter, Writer, console_writer, replace_file
+from stepfold.writers.base import ConvertingWriter, Writer, console, replace_file
 from stepfold.writers.combinators import async_writer, multi_writer
-from stepfold.writers.jsonl import csv_writer, jsonl_writer
-from stepfold.writers.tensorboard import tensorboard_writer
-from stepfold.writers.wandb import wandb_writer
+from stepfold.writers.jsonl import jsonl
+from stepfold.writers.tensorboard import tensorboard
+from stepfold.writers.wandb import wandb
 
 WRITERS = [
-    *(console_writer(), csv_writer("never-written.csv"), jsonl_writer("never-written.jsonl")),
-    *(tensorboard_writer("never-written"), wandb_writer(), multi_writer()),
-    async_writer(console_writer()),
+    *(console(), jsonl("never-written.jsonl"), tensorboard("never-written"), wandb()),
+    *(wandb(library="trackio"), multi_writer(), async_writer(console())),
 ]
+
+
+def csv(path):
+    return jsonl(path, csv=True)
 
 
 class Recorder(ConvertingWriter):
@@ -84,7 +87,7 @@ def test_numbers_become_pythons(value, plain):
 
 @pytest.mark.parametrize("value", ["0.5", None, 1j, np.ones(2), jnp.ones((2, 1)), [1.0], object()])
 def test_other_values_are_refused_by_name(value):
-    for writer in (Recorder(), console_writer()):
+    for writer in (Recorder(), console()):
         with pytest.raises(TypeError, match="eval/loss: expected one real number, got"):
             writer.write_scalars(1, {"eval/loss": value})
 
@@ -163,23 +166,24 @@ def test_hyper_parameters_are_numbers_or_text():
     assert recorder.values == expected
 
 
-@pytest.mark.parametrize("make", [jsonl_writer, csv_writer, tensorboard_writer])
+@pytest.mark.parametrize("make", [jsonl, csv, tensorboard])
 def test_paths_that_cannot_be_written_are_refused(make, tmp_path, monkeypatch):
     def refused(path, message):
         with pytest.raises(sf.errors.ConfigError, match=message):
             make(path)
 
-    kind = "folder" if make is tensorboard_writer else "file"
+    kind = "folder" if make is tensorboard else "file"
+    name = "tensorboard" if make is tensorboard else "jsonl"
     (tmp_path / "file").touch()
-    refused(3, rf"{make.__name__}: expected the path of a {kind}, got int 3")
-    refused("", rf"{make.__name__}: expected the path of a {kind}, got str ''")
+    refused(3, rf"{name}: expected the path of a {kind}, got int 3")
+    refused("", rf"{name}: expected the path of a {kind}, got str ''")
     refused(tmp_path / "file" / "a.csv", r"but .*file is a file; give another path")
     refused(tmp_path / ("file" if kind == "folder" else ""), rf"path of a {kind} .* is a ")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     refused(tmp_path / "new" / "a.csv", r"there is no permission to write to .*; give")
 
 
-@pytest.mark.parametrize("make", [jsonl_writer, csv_writer, tensorboard_writer])
+@pytest.mark.parametrize("make", [jsonl, csv, tensorboard])
 def test_nothing_is_touched_before_the_first_write_to_the_path_as_given(
     make, tmp_path, monkeypatch
 ):
@@ -199,15 +203,20 @@ def test_nothing_is_touched_before_the_first_write_to_the_path_as_given(
 def test_an_error_for_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setattr("stepfold.writers.base.find_spec", lambda name: None)
     with pytest.raises(sf.errors.ConfigError, match=r"pip install 'stepfold\[tensorboard\]'"):
-        tensorboard_writer("runs")
-    with pytest.raises(
-        sf.errors.ConfigError, match=r"wandb_writer: expected wandb .*stepfold\[wandb\]"
-    ):
-        wandb_writer()
+        tensorboard("runs")
+    with pytest.raises(sf.errors.ConfigError, match=r"wandb: wandb is not .*stepfold\[wandb\]"):
+        wandb()
+    with pytest.raises(sf.errors.ConfigError, match=r"trackio: trackio is .*stepfold\[trackio\]"):
+        wandb(library="trackio")
+    for library in ("mlflow", None):
+        with pytest.raises(
+            sf.errors.ConfigError, match="library: expected 'wandb' or 'trackio', got"
+        ):
+            wandb(library=library)
     with pytest.raises(
         sf.errors.ConfigError, match="stream: expected an open text file or None, got str 'a'"
     ):
-        console_writer("a")
+        console("a")
 
 
 def test_a_file_that_cannot_be_replaced_stays(tmp_path):
@@ -217,11 +226,11 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
 
 
-# console_writer
+# console
 
 
 def test_numbers_are_aligned(capsys):
-    writer = console_writer()
+    writer = console()
     for step, loss in ((1, 0.6931471), (20, -1.23456e-07), (300, float("nan"))):
         writer.write_scalars(step, {"train/loss": loss, "train/count": np.int64(step * 10**6)})
     writer.close()
@@ -234,7 +243,7 @@ def test_numbers_are_aligned(capsys):
 
 def test_another_stream_is_used_and_left_open(capsys):
     out = io.StringIO()
-    writer = console_writer(out)
+    writer = console(out)
     writer.write_texts(3, {"note": "hello"})
     writer.write_histograms(3, {"w": np.array([0.0, 2.0, np.inf]), "v": np.arange(3)})
     writer.write_images(3, {"digits": np.zeros((2, 8, 8, 1))})

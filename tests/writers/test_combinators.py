@@ -13,9 +13,9 @@ from tests.small import Shown
 
 import stepfold as sf
 from stepfold.loop.events import Event
-from stepfold.writers.base import Writer, console_writer
+from stepfold.writers.base import Writer, console
 from stepfold.writers.combinators import async_writer, log_to, multi_writer
-from stepfold.writers.jsonl import jsonl_writer
+from stepfold.writers.jsonl import jsonl
 
 
 class Recorder(Writer):
@@ -91,7 +91,7 @@ ALL_CALLS = [
 
 def test_multi_writer_forwards_all_calls_in_order_also_to_writers_like_clus():
     first, second, foreign = Recorder(), Recorder(), Foreign()
-    write_all(async_writer(multi_writer(first, second, foreign, console_writer())))
+    write_all(async_writer(multi_writer(first, second, foreign, console())))
     assert [name for name, *_ in first.calls] == ALL_CALLS
     assert str(first.calls) == str(second.calls)
     assert [name.removeprefix("write_") for name, *_ in foreign.calls] == [
@@ -114,10 +114,10 @@ def test_multi_writer_calls_the_others_when_one_raises(method):
     [
         (
             lambda: multi_writer(Recorder(), "a"),
-            r"writers\[1\]: expected a writer, such as jsonl_writer\(path\), got str 'a', which",
+            r"writers\[1\]: expected a writer, such as sf.writers.jsonl\(path\), got str 'a', w",
         ),
         (lambda: async_writer(Recorder), "writer: expected a writer, .* a class; call it"),
-        (lambda: async_writer(console_writer(), depth=0), "depth: expected an integer of at least"),
+        (lambda: async_writer(console(), depth=0), "depth: expected an integer of at least"),
         (lambda: log_to("metrics.csv"), r"log_to: expected a writer with write_scalars\(step,"),
         (lambda: log_to(Memory), "log_to: expected a writer with write_scalars"),
         (lambda: log_to(Memory(), every=0), "every: expected an integer of at least 1, got 0"),
@@ -223,7 +223,7 @@ def test_rows_queued_before_a_flush_are_durable_when_it_returns(tmp_path, monkey
             time.sleep(0.001)
 
     monkeypatch.setattr(os, "fsync", sync)
-    writer = async_writer(multi_writer(Slow(), jsonl_writer(path)))
+    writer = async_writer(multi_writer(Slow(), jsonl(path)))
     for rows in range(20, 120, 20):
         for step in range(rows - 20, rows):
             writer.write_scalars(step, {"a": step})
@@ -274,7 +274,7 @@ def test_a_writer_may_be_closed_while_the_interpreter_exits(forks, tmp_path, wri
 
         import stepfold as sf
 
-        writer = sf.writers.async_writer(sf.writers.jsonl_writer(path))
+        writer = sf.writers.async_writer(sf.writers.jsonl(path))
         atexit.register(writer.close)
         if writes:
             writer.write_scalars(1, {"loss": 0.5})

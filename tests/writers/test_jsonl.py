@@ -14,14 +14,17 @@ import pytest
 import stepfold as sf
 from stepfold.writers.jsonl import (
     RunWriter,
-    csv_writer,
-    jsonl_writer,
+    jsonl,
     last_step,
     read_rows,
     write_csv,
 )
 
 NUMBERS = [0.1, 1e-310, -0.0, 2**70, -3, 1 / 3, math.inf, -math.inf, math.nan]
+
+
+def with_csv(path):
+    return jsonl(path, csv=True)
 
 
 @pytest.fixture
@@ -78,7 +81,7 @@ def write(make, path, written):
 
 
 def test_a_step_is_one_line_in_the_order_of_names(path):
-    writer = jsonl_writer(path)
+    writer = jsonl(path)
     writer.write_scalars(10, {"train/loss": 0.5, "train/accuracy": np.float32("nan")})
     writer.write_scalars(10, {"eval/loss": jnp.float32(0.25)})
     writer.write_scalars(15, {})  # adds no line
@@ -94,7 +97,7 @@ def test_a_step_is_one_line_in_the_order_of_names(path):
 
 @pytest.mark.parametrize("value", NUMBERS)
 def test_numbers_round_trip(path, table, value):
-    writer = jsonl_writer(path, csv=table)
+    writer = jsonl(path, csv=table)
     writer.write_scalars(1, {"x": value})
     writer.close()
     ((_, row),) = read_rows(path)
@@ -104,7 +107,7 @@ def test_numbers_round_trip(path, table, value):
 
 
 def test_texts_histograms_images_and_settings(path):
-    writer = jsonl_writer(path)
+    writer = jsonl(path)
     writer.write_hparams({"lr": np.float32(0.5), "widths": (8, 8)})
     writer.write_texts(5, {"sample": "ein Wörtchen\nand more"})
     writer.write_histograms(5, {"w": np.array([0.0, 1.0, np.nan])}, {"w": 2})
@@ -123,9 +126,9 @@ def test_texts_histograms_images_and_settings(path):
 
 @pytest.mark.parametrize(("step", "kept"), [(9, 3), (5, 3), (4, 2), (2, 2), (1, 1), (0, 0)])
 def test_resume_keeps_rows_up_to_the_step(path, step, kept):
-    write(jsonl_writer, path, [(1, {"a": 1}), (2, {"a": 2}), (5, {"a": 5})])
+    write(jsonl, path, [(1, {"a": 1}), (2, {"a": 2}), (5, {"a": 5})])
     lines = path.read_bytes().splitlines(keepends=True)
-    writer = jsonl_writer(path)
+    writer = jsonl(path)
     writer.resume(step)
     assert path.read_bytes() == b"".join(lines[:kept])
     assert last_step(path) == [None, 1, 2, 5][kept]
@@ -142,13 +145,13 @@ def test_an_incomplete_last_line_is_ignored_and_removed(path, complete, torn):
     steps = [1, 2] if complete else []
     assert [step for step, _ in read_rows(path)] == steps
     assert last_step(path) == (steps[-1] if steps else None)
-    write(jsonl_writer, path, [(3, {"a": 3})])
+    write(jsonl, path, [(3, {"a": 3})])
     assert path.read_bytes() == complete + b'{"step": 3, "a": 3}\n'
 
 
 def test_steps_do_not_decrease(path):
-    write(jsonl_writer, path, [(10, {"loss": 1.0})])
-    writer = jsonl_writer(path)
+    write(jsonl, path, [(10, {"loss": 1.0})])
+    writer = jsonl(path)
     says = r"expected step 10, the last in the file, or a later one, got 1; call resume\(1\) first"
     with pytest.raises(ValueError, match=f"metrics.jsonl: {says}"):
         writer.write_scalars(1, {"loss": 1.0})
@@ -162,7 +165,7 @@ def test_steps_do_not_decrease(path):
 def test_files_of_another_kind_are_refused_and_left_alone(path, content):
     path.parent.mkdir()
     path.write_text(content)
-    writer = jsonl_writer(path)
+    writer = jsonl(path)
     with pytest.raises(
         sf.errors.ConfigError, match="expected a file that begins with '{\"step\": ', or"
     ):
@@ -174,7 +177,7 @@ def test_files_of_another_kind_are_refused_and_left_alone(path, content):
 def test_what_is_not_a_file_is_refused(path):
     path.parent.mkdir()
     os.mkfifo(path)
-    writer = jsonl_writer(path)
+    writer = jsonl(path)
     with pytest.raises(
         sf.errors.ConfigError, match="expected a file, got .*; move it away, or give ano"
     ):
@@ -188,13 +191,13 @@ def test_damaged_lines_and_the_name_step_are_refused(path, tmp_path):
     path.write_text('{"step": 1, "a": 2}\n{"stop": 1}\n')
     message = r"to hold lines like .*, got b'{\"stop\": 1}\\n'; correct it"
     with pytest.raises(sf.errors.ConfigError, match=message):
-        jsonl_writer(path).write_scalars(3, {"a": 1})
+        jsonl(path).write_scalars(3, {"a": 1})
     with pytest.raises(sf.errors.ConfigError, match=message):
         list(read_rows(path))
     with pytest.raises(sf.errors.ConfigError, match=message):
         last_step(path)
     assert [step for step, _ in read_rows(path, until=0)] == []
-    for make in (jsonl_writer, csv_writer):
+    for make in (jsonl, with_csv):
         with pytest.raises(ValueError, match="expected names other than 'step', got 'step'; r"):
             make(tmp_path / "new").write_scalars(3, {"step": 1})
 
@@ -202,12 +205,12 @@ def test_damaged_lines_and_the_name_step_are_refused(path, tmp_path):
 def test_a_short_write_is_continued(path, monkeypatch):
     write_all = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write_all(file, data[:2]))
-    write(jsonl_writer, path, [(1, {"a": 1})])
+    write(jsonl, path, [(1, {"a": 1})])
     assert path.read_text() == '{"step": 1, "a": 1}\n'
 
 
 def test_a_write_that_fails_halfway_leaves_nothing(path):
-    writer = jsonl_writer(path)
+    writer = jsonl(path)
     writer.write_scalars(1, {"a": 1})
     writer.write_scalars(2, {"a": 2})
     before = path.read_bytes()
@@ -221,8 +224,8 @@ def test_a_write_that_fails_halfway_leaves_nothing(path):
 
 
 ROWS = {
-    jsonl_writer: '{"step": 1, "a": 1}\n{"step": 2, "a": 2, "b": 0}\n{"step": 3, "a": 3}\n',
-    csv_writer: "step,a,b\n1,1,\n2,2,0\n3,3,\n",
+    jsonl: '{"step": 1, "a": 1}\n{"step": 2, "a": 2, "b": 0}\n{"step": 3, "a": 3}\n',
+    with_csv: "step,a,b\n1,1,\n2,2,0\n3,3,\n",
 }
 
 
@@ -242,16 +245,16 @@ def test_rows_that_a_full_disk_refused_are_written_later(make, last, disk, tmp_p
     getattr(writer, last)(*{"write_scalars": (3, {"a": 3}), "resume": (1,)}.get(last, ()))
     if last != "close":
         writer.close()
-    dropped = {jsonl_writer: '{"step": 1, "a": 1}\n', csv_writer: "step,a\n1,1\n"}
+    dropped = {jsonl: '{"step": 1, "a": 1}\n', with_csv: "step,a\n1,1\n"}
     assert path.read_text() == (dropped if last == "resume" else ROWS)[make]
-    names = {jsonl_writer: ["metrics"], csv_writer: ["metrics", "metrics.jsonl"]}
+    names = {jsonl: ["metrics"], with_csv: ["metrics", "metrics.jsonl"]}
     assert sorted(each.name for each in tmp_path.iterdir()) == names[make]
 
 
 def test_read_rows_yields_numbers_up_to_a_step(path):
     assert list(read_rows(path)) == []
     assert last_step(path) is None
-    writer = jsonl_writer(path)
+    writer = jsonl(path)
     writer.write_hparams({"lr": 0.5})
     for step in (10, 20, 30):
         writer.write_scalars(step, {"loss": step / 4, "count": step})
@@ -269,21 +272,22 @@ def test_read_rows_yields_numbers_up_to_a_step(path):
 def test_csv_columns_are_in_order_of_first_appearance(path, table):
     write_csv(path, table)
     assert not table.parent.exists()  # without rows
-    writer = jsonl_writer(path, csv=table)
+    writer = jsonl(path, csv=table)
     writer.write_hparams({"lr": 0.5})
     writer.write_scalars(10, {"train/loss": 0.5})
     writer.write_texts(15, {"note": "hello"})
     writer.write_scalars(20, {"train/loss": 0.25})
     writer.write_scalars(20, {"eval/loss": np.float32(0.375)})
     writer.write_scalars(30, {"eval/loss": 2, "train/loss": 1})
-    writer.flush()
     assert not table.exists()
-    write_csv(path, table)  # as for a report, while the run continues
     expected = "step,train/loss,eval/loss\n10,0.5,\n20,0.25,0.375\n30,1,2\n"
-    assert table.read_text() == expected
-    table.unlink()
+    for derive in (writer.flush, lambda: write_csv(path, table), writer.close):
+        derive()
+        assert table.read_text() == expected
+        table.unlink()
     writer.close()
-    assert table.read_text() == expected
+    assert not table.exists()  # nothing was written since then
+    write_csv(path, table)
     writer.write_scalars(40, {"a": 2})
     path.unlink()
     writer.close()
@@ -294,17 +298,15 @@ def test_a_csv_file_of_another_program_is_not_replaced(path, table, tmp_path):
     table.parent.mkdir()
     table.write_text("steps,a\n1,2\n")
     with pytest.raises(sf.errors.ConfigError, match="begins with 'step,', or none, got one .* b'"):
-        jsonl_writer(path, csv=table).write_scalars(1, {"a": 1})
+        jsonl(path, csv=table).write_scalars(1, {"a": 1})
     assert not path.exists()
-    write(jsonl_writer, path, [(1, {"a": 1})])
-    for replace in (lambda: write_csv(path, table), lambda: write(csv_writer, table, [(1, {})])):
+    write(jsonl, path, [(1, {"a": 1})])
+    for replace in (lambda: write_csv(path, table), lambda: write(with_csv, table, [(1, {})])):
         with pytest.raises(sf.errors.ConfigError, match="begins with 'step,', or none"):
             replace()
     assert table.read_text() == "steps,a\n1,2\n"
-    with pytest.raises(
-        sf.errors.ConfigError, match=r"jsonl_writer: csv: expected the path of a file"
-    ):
-        jsonl_writer(path, csv=tmp_path)
+    with pytest.raises(sf.errors.ConfigError, match=r"jsonl: csv: expected the path of a file"):
+        jsonl(path, csv=tmp_path)
 
 
 def test_replacing_a_csv_keeps_permissions_and_links(path, table, tmp_path):
@@ -313,7 +315,7 @@ def test_replacing_a_csv_keeps_permissions_and_links(path, table, tmp_path):
     table.touch()
     table.chmod(0o640)
     link.symlink_to(table)
-    write(jsonl_writer, path, [(1, {"a": 1})])
+    write(jsonl, path, [(1, {"a": 1})])
     write_csv(path, link)
     assert link.is_symlink()
     assert table.read_text() == "step,a\n1,1\n"
@@ -321,22 +323,44 @@ def test_replacing_a_csv_keeps_permissions_and_links(path, table, tmp_path):
     assert sorted(each.name for each in path.parent.iterdir()) == ["metrics.csv", "metrics.jsonl"]
 
 
-def test_a_csv_writer_continues_a_file(table):
-    write(csv_writer, table, [(10, {"a": 1, "b": 0.5}), (20, {"b": 2})])
-    write(csv_writer, table, [(20, {"a": 4, "c": math.nan}), (30, {"c": 1})])
+def test_a_csv_continues(table):
+    write(with_csv, table, [(10, {"a": 1, "b": 0.5}), (20, {"b": 2})])
+    write(with_csv, table, [(20, {"a": 4, "c": math.nan}), (30, {"c": 1})])
     assert table.read_text() == "step,a,b,c\n10,1,0.5,\n20,4,2,nan\n30,,,1\n"
     with pytest.raises(ValueError, match="expected step 30"):
-        csv_writer(table).write_scalars(9, {"b": 1})
+        with_csv(table).write_scalars(9, {"b": 1})
 
 
-def test_a_csv_without_its_json_lines_is_refused_and_left_alone(table):
-    write(csv_writer, table, [(10, {"a": 1})])
+@pytest.mark.parametrize(
+    ("path", "csv", "lines", "table"),
+    [
+        ("a.jsonl", False, "a.jsonl", None),
+        ("a.jsonl", None, "a.jsonl", None),
+        ("a.jsonl", True, "a.jsonl", "a.csv"),
+        ("a.csv", True, "a.csv.jsonl", "a.csv"),
+        ("a", True, "a.jsonl", "a"),
+        ("a.jsonl", "b.csv", "a.jsonl", "b.csv"),
+        ("a.csv", "b.csv", "a.csv", "b.csv"),
+    ],
+)
+def test_the_names_of_the_lines_and_the_csv(path, csv, lines, table, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(lambda path: jsonl(path, csv=csv), path, [(10, {"a": 1})])
+    contents = {each.name: each.read_text() for each in tmp_path.iterdir()}
+    tables = {} if table is None else {table: "step,a\n10,1\n"}
+    assert contents == {lines: '{"step": 10, "a": 1}\n', **tables}
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_csv_without_its_json_lines_is_refused_and_left_alone(table, is_named):
     lines = table.with_name("metrics.csv.jsonl")
+    with_csv = lambda table: jsonl(lines, csv=table) if is_named else jsonl(table, csv=True)
+    write(with_csv, table, [(10, {"a": 1})])
     lines.unlink()
     with pytest.raises(
-        sf.errors.ConfigError, match=f"^csv_writer: {table} is there without {lines}, .*; move"
+        sf.errors.ConfigError, match=f"^jsonl: {table} is there without {lines}, .*; move"
     ):
-        csv_writer(table).write_scalars(20, {"a": 2})
+        with_csv(table).write_scalars(20, {"a": 2})
     assert table.read_text() == "step,a\n10,1\n"
     assert list(table.parent.iterdir()) == [table]
 
@@ -344,13 +368,15 @@ def test_a_csv_without_its_json_lines_is_refused_and_left_alone(table):
 def test_the_rows_of_a_run_take_numbers_of_earlier_steps(tmp_path):
     """They are inserted in order, and added to the row of their step."""
     path = tmp_path / "metrics.jsonl"
-    writer = RunWriter(path, csv=tmp_path / "metrics.csv")
+    writer = RunWriter(path, tmp_path / "metrics.csv")
     for step in (2, 4, 6):
         writer.write_scalars(step, {"a": step})
     writer.write_texts(6, {"text": "kept"})
     for step in (4, 3, 1, 6):
         writer.write_scalars(step, {"b": 1 / step})
     writer.write_scalars(8, {"a": 8})
+    writer.flush()
+    assert not (tmp_path / "metrics.csv").exists()  # a report may derive it before the end
     writer.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": 1, "b": 1.0},
@@ -364,7 +390,7 @@ def test_the_rows_of_a_run_take_numbers_of_earlier_steps(tmp_path):
 
 
 def test_a_table_of_nul_bytes_is_derived_again(path, table):
-    write(jsonl_writer, path, [(1, {"a": 2})])
+    write(jsonl, path, [(1, {"a": 2})])
     table.write_bytes(b"\0" * 20)
     write_csv(path, table)
     assert table.read_text() == "step,a\n1,2\n"

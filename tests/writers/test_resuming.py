@@ -71,9 +71,9 @@ def read_events(folder):
 
 
 WRITERS = {
-    "jsonl": (lambda folder: sf.writers.jsonl_writer(folder / "metrics.jsonl"), read_jsonl),
-    "csv": (lambda folder: sf.writers.csv_writer(folder / "metrics.csv"), read_csv),
-    "tensorboard": (sf.writers.tensorboard_writer, read_events),
+    "jsonl": (lambda folder: sf.writers.jsonl(folder / "metrics.jsonl"), read_jsonl),
+    "csv": (lambda folder: sf.writers.jsonl(folder / "metrics.csv", csv=True), read_csv),
+    "tensorboard": (sf.writers.tensorboard, read_events),
 }
 
 
@@ -176,7 +176,7 @@ def test_a_new_run_keeps_the_rows_of_an_older_one(writer, tmp_path):
 
 
 def test_files_of_writers_in_the_directory_of_a_run_are_moved_with_it(tmp_path):
-    hook = sf.log_to(sf.writers.jsonl_writer(tmp_path / "own"))
+    hook = sf.log_to(sf.writers.jsonl(tmp_path / "own"))
     options = {"run_dir": tmp_path, "hooks": hook, "log_every": LOG}
     sf.fit(STEP, start(), batches(), steps=STEPS, **options)
     with pytest.warns(UserWarning, match="run_dir: this run starts at step 0, but") as caught:
@@ -186,7 +186,7 @@ def test_files_of_writers_in_the_directory_of_a_run_are_moved_with_it(tmp_path):
 
 
 def test_a_run_that_continues_by_hand_keeps_its_rows(tmp_path):
-    writer, options = sf.writers.jsonl_writer(tmp_path / "metrics"), {"log_every": LOG}
+    writer, options = sf.writers.jsonl(tmp_path / "metrics"), {"log_every": LOG}
     hook = sf.log_to(writer)
     result = sf.fit(STEP, start(), batches(), steps=LOG, hooks=hook, **options)
     sf.fit(STEP, result.state, batches(start=LOG), steps=STEPS, hooks=hook, **options)

@@ -11,7 +11,7 @@ from PIL import Image
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
-from stepfold.writers.tensorboard import tensorboard_writer
+from stepfold.writers.tensorboard import tensorboard
 
 
 def crc32c(data):
@@ -64,7 +64,7 @@ def shown(folder):
 
 
 def test_scalars(tmp_path):
-    writer = tensorboard_writer(tmp_path / "run")
+    writer = tensorboard(tmp_path / "run")
     writer.write_scalars(10, {"train/loss (mean)": 0.1, "count": np.int64(3)})
     writer.write_scalars(20, {"train/loss (mean)": float("nan")})
     first, second = events(tmp_path / "run")  # without close or flush
@@ -83,7 +83,7 @@ def values(tmp_path):
     """Return a function that calls a method of a writer, and reads the values of its event."""
 
     def write(method, *arguments):
-        writer = tensorboard_writer(tmp_path)
+        writer = tensorboard(tmp_path)
         getattr(writer, method)(*arguments)
         writer.close()
         (event,) = events(tmp_path)
@@ -137,7 +137,7 @@ def test_a_resumed_run_hides_later_steps(tmp_path, monkeypatch, passed):
     clock = itertools.count(time.time(), passed)
     monkeypatch.setattr(time, "time", lambda: next(clock))
     for start in (0, 20, 30):
-        writer = tensorboard_writer(tmp_path)
+        writer = tensorboard(tmp_path)
         writer.resume(start)
         for step in range(start + 10, 60, 10):
             writer.write_scalars(step, {"loss": start + step / 100})
@@ -149,7 +149,7 @@ def test_a_resumed_run_hides_later_steps(tmp_path, monkeypatch, passed):
 
 
 def test_errors_name_the_folder(tmp_path, monkeypatch):
-    writer = tensorboard_writer(tmp_path)
+    writer = tensorboard(tmp_path)
     writer.write_scalars(1, {"a": 1})
 
     def full(*_):

@@ -23,7 +23,7 @@ socket.getaddrinfo = socket.create_connection = socket.socket.connect = refuse
 
 def writer(**options):
     hardware = {"auto_log_cpu": False, "auto_log_gpu": False}
-    return sf.writers.trackio_writer(project="tests", name="one", **hardware, **options)
+    return sf.writers.wandb(library="trackio", project="tests", name="one", **hardware, **options)
 """
 
 
@@ -105,9 +105,9 @@ sf.fit(
 
 
 def test_a_write_after_close_is_refused():
-    writer = sf.writers.trackio_writer(project="tests")
+    writer = sf.writers.wandb(project="tests", library="trackio")
     writer.close()
-    says = "trackio_writer: write after close.*with name=… and resume='must'"
+    says = "trackio: write after close.*with name=… and resume='must'"
     with pytest.raises(sf.errors.ConfigError, match=says):
         writer.write_scalars(1, {"a": 1})
     with pytest.raises(sf.errors.ConfigError, match=says):

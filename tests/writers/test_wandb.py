@@ -9,7 +9,7 @@ import pytest
 
 import stepfold as sf
 from stepfold.writers.combinators import async_writer
-from stepfold.writers.wandb import wandb_writer
+from stepfold.writers.wandb import wandb
 
 BLOCK = 32768
 
@@ -59,7 +59,7 @@ def offline(folder, **options):
         silent=True, console="off", disable_git=True, x_disable_meta=True, x_disable_stats=True,
         x_disable_machine_info=True, x_save_requirements=False,
     )  # fmt: skip
-    return wandb_writer(project="tests", mode="offline", dir=str(folder), settings=quiet, **options)
+    return wandb(project="tests", mode="offline", dir=str(folder), settings=quiet, **options)
 
 
 def test_an_offline_run_holds_what_was_written(tmp_path):

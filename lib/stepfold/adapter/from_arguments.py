@@ -31,7 +31,7 @@ from stepfold.adapter.optimizers import (
 )
 from stepfold.adapter.sizes import Sizes, check_within
 from stepfold.adapter.validation import check_functions
-from stepfold.checkpoint.policy import Checkpoints
+from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.cluster.distributed import Distributed, start_distributed
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.precision import Precision, dynamic_loss_scale
@@ -44,11 +44,11 @@ from stepfold.core.validation import (
 from stepfold.errors import ConfigError, DataError, refuse
 from stepfold.sharding import mesh as meshes
 from stepfold.sharding.plan import Rules, fsdp
-from stepfold.writers.base import Writer, console_writer
+from stepfold.writers.base import Writer, console
 from stepfold.writers.combinators import async_writer, multi_writer
-from stepfold.writers.jsonl import csv_writer, jsonl_writer
-from stepfold.writers.tensorboard import tensorboard_writer
-from stepfold.writers.wandb import wandb_writer
+from stepfold.writers.jsonl import jsonl
+from stepfold.writers.tensorboard import tensorboard
+from stepfold.writers.wandb import wandb
 
 # How long a run is, where it writes, and what it shows.
 _CHANGED_BY_A_RESUME = frozenset({
@@ -398,15 +398,15 @@ def writers(arguments: TrainingArguments) -> Writer | None:
     logs, all_writers = logs_of(arguments), list[Writer]()
     table = logs / "metrics.csv" if "csv" in kinds else None
     if "jsonl" in kinds:  # from which the table is derived
-        all_writers.append(jsonl_writer(logs / "metrics.jsonl", csv=table))
+        all_writers.append(jsonl(logs / "metrics.jsonl", csv=table))
     elif table is not None:
-        all_writers.append(csv_writer(table))
+        all_writers.append(jsonl(table, csv=True))
     if "tensorboard" in kinds:
-        all_writers.append(tensorboard_writer(logs / "tensorboard"))
+        all_writers.append(tensorboard(logs / "tensorboard"))
     if arguments.use_wandb:
-        all_writers.append(wandb_writer(**wandb_options(arguments)))
+        all_writers.append(wandb(**wandb_options(arguments)))
     if arguments.verbose:
-        all_writers.append(console_writer())
+        all_writers.append(console())
     return async_writer(multi_writer(*all_writers)) if all_writers else None
 
 

@@ -14,8 +14,8 @@ from stepfold.adapter.hooks import CompilationTracker, Watcher
 from stepfold.adapter.loading import TrainingLoader
 from stepfold.adapter.sizes import Sizes
 from stepfold.adapter.steps import Step, as_eval_step, as_train_step
+from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.checkpoint.names import NameMap
-from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.state import TrainState
 from stepfold.hooks.performance import memory_use
 from stepfold.loop.evaluate import Evaluation

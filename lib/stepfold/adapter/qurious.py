@@ -32,7 +32,7 @@ from stepfold.adapter.model_trainer import (
 from stepfold.adapter.model_trainer import Model as Model
 from stepfold.adapter.steps import as_metrics
 from stepfold.adapter.validation import check_list
-from stepfold.checkpoint.policy import Checkpoints
+from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.core.loss import count_examples
 from stepfold.core.metric_modes import known_mode
 from stepfold.core.optimizer import apply_updates, as_optimizer

@@ -36,8 +36,8 @@ from stepfold.adapter.parts import RunParts
 from stepfold.adapter.sizes import compute_sizes
 from stepfold.adapter.steps import Step
 from stepfold.adapter.validation import check_config, check_functions
+from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.checkpoint.names import NameMap
-from stepfold.checkpoint.policy import Checkpoints
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.safetensors import load_params
 from stepfold.checkpoint.steps import split_location

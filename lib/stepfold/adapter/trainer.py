@@ -32,8 +32,8 @@ from stepfold.adapter.outputs import (
 from stepfold.adapter.parts import RunPart, RunParts
 from stepfold.adapter.sizes import Sizes
 from stepfold.adapter.validation import check_functions, check_list, check_methods
+from stepfold.checkpoint.checkpoints import save
 from stepfold.checkpoint.names import NameMap
-from stepfold.checkpoint.policy import save
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import is_available
 from stepfold.core.validation import absolute_path, read_function, read_instance, refuse_unknown

@@ -11,8 +11,8 @@ from stepfold.lazy import attach
 
 if TYPE_CHECKING:
     from stepfold.checkpoint.average import average_checkpoints
+    from stepfold.checkpoint.checkpoints import Checkpoints, save
     from stepfold.checkpoint.names import NameMap, NameRule
-    from stepfold.checkpoint.policy import Checkpoints, save
     from stepfold.checkpoint.restore import Restored, restore
     from stepfold.checkpoint.safetensors import export_params, load_params
     from stepfold.checkpoint.series import Series
@@ -40,8 +40,8 @@ __getattr__, __dir__ = attach(
     __name__,
     {
         "checkpoint.average": "average_checkpoints",
+        "checkpoint.checkpoints": "Checkpoints save",
         "checkpoint.names": "NameMap NameRule",
-        "checkpoint.policy": "Checkpoints save",
         "checkpoint.restore": "Restored restore",
         "checkpoint.safetensors": "export_params load_params",
         "checkpoint.series": "Series",

@@ -142,7 +142,7 @@ class ArrayReader:
     def _open_array(self, name: str) -> Any:
         leaf = self._leaves[name]
         kvstore = {"driver": "ocdbt", "base": self._base, "path": stored_name(name)}
-        try:  # nothing is read yet, so that an error is no damage
+        try:  # nothing is read yet, so an error is not damage
             spec = tensorstore.Spec({"driver": "zarr", "kvstore": kvstore})
         except Exception as error:
             raise CheckpointError(f"{name}: cannot be read: {_message(error)}") from error
@@ -168,10 +168,10 @@ class ArrayReader:
         return kind(f"{label}: cannot be read: {_message(error)}")
 
     def _is_damage(self, error: Exception) -> bool:
-        """Return whether an error is due to the bytes of the step.
+        """Return whether the bytes of the step cause an error.
 
-        A path or a specification that tensorstore refuses says nothing about the step, and has the
-        status of a file with other content. So see whether it can read a file that is there.
+        tensorstore has the same status for a damaged file and for a path or a specification that it
+        refuses. So check whether it can read a file that exists.
         """
         if isinstance(error, FileNotFoundError):
             return True
@@ -192,7 +192,7 @@ def _message(error: Exception) -> str:
 
 
 class TierReader(ArrayReader):
-    """Read the arrays of one step from the files of any host, and from another if one is bad."""
+    """Read the arrays of one step from the files of any host; fall back to another if one fails."""
 
     def __init__(
         self, fetch: Callable[[Location, int], np.ndarray], where: str, contents: Manifest
@@ -223,7 +223,7 @@ class TierReader(ArrayReader):
                 return self._verified(label, stored, read)
             except CheckpointError as error:
                 problem = problem or error
-        # Without any that can be read, another step may have them, as if these were damaged.
+        # Not to be read anywhere counts as damage, so that a restore falls back to another step.
         raise DamageError(f"{self._where}: {problem or f'{label}: missing'}")
 
     def _is_damage(self, error: Exception) -> bool:  # noqa: ARG002

@@ -40,7 +40,7 @@ def average_checkpoints(
       steps: the steps to average.
       like: the wanted parameters, concrete or abstract. Each leaf gets the sharding of its
         counterpart in `like`. None returns nested dicts of numpy arrays, by their paths.
-      part: the path of the branch of the state to average. An empty one is that of the whole state.
+      part: the path of the branch of the state to average; "" averages the whole state.
 
     Returns:
       The average, a tree like `like`. The rest of the checkpoints is not read.

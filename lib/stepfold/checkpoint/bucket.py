@@ -45,7 +45,7 @@ from stepfold.errors import CheckpointError, refuse
 from stepfold.object_storage import Bucket, range_below
 
 _PATIENCE = 600.0  # seconds that process 0 waits for the manifests of the other processes
-_OBJECT = 1 << 24  # bytes of an object with shards; Python waits while one is copied
+_OBJECT = 1 << 24  # bytes of an object with shards; copying one holds the GIL
 _AT_ONCE = 16  # objects that are written, or kept while reading: bounds the memory
 _DAY = 24 * 60 * 60.0
 
@@ -173,14 +173,14 @@ class BucketStore(Bucket):
                     write()
 
     def publish(self, step: int, content: Mapping[str, Any]) -> None:
-        """Make a folder the step, unless another run was faster."""
+        """Commit a folder as the step, unless another run has committed the step."""
         name, commit, problem = f"{step}.commit", manifest.encode_checked(content), None
         try:
             if self.add_note(name, content):
                 return
         except CheckpointError as error:
             problem = error
-        # A request that was repeated after its answer was lost finds its own commit.
+        # A request that is retried, since its answer was lost, finds its own commit.
         if self.read(name) == commit:
             return
         if problem is not None:  # the commit may still arrive: its folder has to stay

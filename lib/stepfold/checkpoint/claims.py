@@ -64,7 +64,7 @@ class Claim:
         self._thread.start()
 
     def release(self) -> None:
-        """Idempotent; a no-op in a child that a hook forked."""
+        """Give up the claim; idempotent, and a no-op in a child process that a hook forked."""
         if os.getpid() == self._pid:
             self._is_released.set()
             if self._thread.ident is not None:
@@ -173,9 +173,9 @@ class Lease:
 class Leases:
     """The leases in a folder, as one process sees them.
 
-    A lease that was seen for the first time is live. Later it is if its heartbeat has changed
-    within `_STALE` seconds, unless its process was on this host and is dead. One that is alive, but
-    frozen, has no heartbeat.
+    A lease is live when it is first seen, and then as long as its heartbeat changes at least every
+    `_STALE` seconds. It is dead if its process was on this host and is dead. A process that is
+    alive but frozen has no heartbeat: its lease is not live, but stays, since it may continue.
     """
 
     def __init__(self, store: Any, folder: str) -> None:
@@ -196,7 +196,7 @@ class Leases:
             alive = _is_live(note["process"])
             if alive is not False and now - self._beats[name][1] <= _STALE:
                 held.append(note.get("held"))
-            elif not alive:  # one that is frozen may wake up
+            elif not alive:  # a frozen process may continue
                 self._store.delete_note(path)
         return held
 

@@ -1,9 +1,9 @@
 """Copies of arrays in memory that is kept from one save to the next.
 
-On CPU, numpy reads an array of jax in place. As long as that view is held, as by a save in the
-background, the array cannot be donated: the next step then gets new memory, and the system clears
-it page by page, which takes several times as long as a copy. A copy into new memory takes as long.
-So a save copies the state into buffers that an earlier save has used.
+On CPU, numpy reads an array of jax in place. While a save in the background holds such a view, the
+array cannot be donated. The next step then gets new memory, which the system clears page by page;
+that takes several times as long as a copy. Copying into new memory is as slow, so a save copies the
+state into the buffers of an earlier save.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -68,8 +68,8 @@ class HostBuffers:
     def copy(self, arrays: Mapping[K, Any]) -> dict[K, HostCopy]:
         """Copy the arrays that are on CPU, so that they can be donated; leave out all others.
 
-        The copies are valid until the next call. Arrays on other devices are copied to the host by
-        those who read them. It makes no arrays of jax, each of which would take 0.1 ms.
+        The copies are valid until the next call. They are numpy arrays, since making an array of
+        jax takes 0.1 ms. The caller copies arrays on other devices to the host.
         """
         copies, pairs = dict[K, HostCopy](), list[tuple[np.ndarray, np.ndarray]]()
         for name, array in arrays.items():

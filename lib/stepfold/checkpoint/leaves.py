@@ -1,4 +1,4 @@
-"""Leaves of a state: how they are stored, as named arrays in regions, and how they are made again.
+"""Leaves of a state: stored as named arrays in regions, and made from them by a restore.
 
 Values saved next to a state, such as the data position, are JSON with numpy arrays in it.
 
@@ -186,7 +186,7 @@ def checksum(array: np.ndarray) -> int:
     return zlib.crc32(bytes_of(array))
 
 
-# Making leaves again
+# Making leaves from stored arrays
 
 
 def regions_of(name: str, saved: Leaf, like: Any) -> list[Region]:
@@ -205,7 +205,7 @@ def make_leaf(name: str, saved: Leaf, like: Any, parts: Mapping[Region, np.ndarr
     """Make a leaf with the kind, sharding and dtype of `like`.
 
     `like` is an array, an abstract array with or without a sharding, or a number. `parts` holds the
-    data of each of `regions_of`, and may be used without a copy.
+    data of each of `regions_of`; the leaf may use its memory.
     """
     if is_key(like):
         like_data = jax.ShapeDtypeStruct(
@@ -318,8 +318,8 @@ def to_json(
     """Convert a value to plain JSON, or raise with the path of what JSON cannot hold.
 
     Tuples become lists, numpy scalars Python numbers, and bytes a dict that `from_json` decodes.
-    Numpy arrays are replaced by what `keep_array` returns for their path and themselves; without
-    it, they are refused.
+    `keep_array(path, array)` returns what replaces a numpy array. Without it, numpy arrays are
+    refused.
     """
     if not depth:
         refuse(name, f"at most {_DEPTH} levels", "more", "flatten it")
@@ -374,7 +374,7 @@ def from_json(value: Any, arrays: Mapping[int, StoredArray] | None = None) -> An
 
 
 def map_arrays(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
-    """Replace each array in a value by what a function of its path and itself returns."""
+    """Replace each array in a value by `function(path, array)`."""
     if isinstance(value, dict):
         return {key: map_arrays(item, f"{name}/{key}", function) for key, item in value.items()}
     if isinstance(value, list):

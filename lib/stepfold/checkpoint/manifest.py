@@ -72,8 +72,8 @@ class StepMetadata(NamedTuple):
     To save, `data` and `extra` are plain JSON with numpy arrays in it. After reading, they are the
     values that were saved, with a `StoredArray` for each array.
 
-    `awaits` has the names of evaluations that another process makes of the step. `identity` is read
-    only: a digest of the values that process 0 saved, so that equal states have equal ones.
+    `awaits` has the names of evaluations that another process makes of the step. `identity` is set
+    when a step is read: a digest of the values that process 0 saved, the same for equal states.
     """
 
     step: int
@@ -197,7 +197,7 @@ def process_manifest(
 def add_metadata(
     store: Any, step: int, folder: str, metrics: Mapping[str, Any], extra: Any
 ) -> None:
-    """Add metrics to a step in a folder of a store, and replace its `extra`, as of one moment."""
+    """Atomically add metrics to a step in a folder of a store, and replace its `extra`."""
     known, name = store.read_metadata(step).metrics or {}, f"{folder}{LATER}"
     number = (store.read_note(name) or {}).get("stream", 0) + 1
     stream = f"{folder}{LATER_ARRAYS}".format
@@ -440,7 +440,7 @@ def decode_checked(content: bytes, name: str) -> Any:
 
 
 def read_fields(store: Any, name: str) -> dict[str, Any] | None:
-    """Return a note that holds a dict; None if it is missing, damaged or another."""
+    """Return a note that holds a dict; None if it is missing, damaged, or not a dict."""
     with suppress(DamageError):
         note = store.read_note(name)
         return note if isinstance(note, dict) else None

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,24 @@ from stepfold.table import table
 
 Step = int | Literal["latest", "best"]
 Rename = Mapping[str, str] | Callable[[str], str]
+
+
+class MatchOptions(TypedDict, total=False):
+    """Which leaves to restore, and what may differ; see `match`."""
+
+    parts: Sequence[str] | None
+    rename: Rename | None
+    cast: bool
+    partial: bool
+    advice: str | Callable[[Sequence[str]], str]
+
+
+class RestoreOptions(MatchOptions, total=False):
+    """The options of `restore`, for the `restore` of a series."""
+
+    step: Step
+    best: tuple[str, str] | str | None
+    fall_back: bool
 
 
 class Restored(NamedTuple):
@@ -90,8 +108,8 @@ def restore(
     with "best" the next best one, with a warning. With a number as the `step`, or with
     `fall_back=False`, a damaged step raises an error.
 
-    Nothing is written: a step that seems damaged may still be on its way here. A save of the same
-    number, a resume by `fit` and `Checkpoints.clean` rename a damaged step to `12.damaged`.
+    Nothing is written, since a step that seems damaged may be a copy in progress. A save of the
+    same number, a resume by `fit` and `Checkpoints.clean` rename a damaged step to `12.damaged`.
 
     With several processes, all of them call this. They restore the same step.
 
@@ -101,7 +119,8 @@ def restore(
         of its counterpart in `like`. The mesh may differ from the one at save time.
       step: "latest", "best", or a number.
       best: the metric that ranks steps for `step="best"`, or (metric, "min" or "max"). None uses
-        the one recorded at save time. Without a mode, it is the recorded one or that of the name.
+        the metric and the mode recorded at save time. A metric without a mode uses the recorded
+        mode, or else takes it from its name, such as "min" for a loss.
       parts: regular expressions of paths, such as `("params",)`: restore only these paths, and keep
         the rest of `like`. Each has to match a path.
       rename: saved paths to new paths, of leaves or branches, such as
@@ -128,9 +147,19 @@ def restore(
     >>> restored.step, restored.data, restored.extra, restored.state.params["w"].shape
     (0, {'step': 0}, {'lr': 0.001}, (4, 2))
     """
-    options: Any = {"parts": parts, "rename": rename, "cast": cast, "partial": partial}
-    options |= {"step": step, "best": best, "fall_back": fall_back, "reads_orbax": True}
-    return restore_from([open_together(directory)], like, **options)[0]
+    restored, _ = restore_from(
+        [open_together(directory)],
+        like,
+        step=step,
+        best=best,
+        fall_back=fall_back,
+        reads_orbax=True,
+        parts=parts,
+        rename=rename,
+        cast=cast,
+        partial=partial,
+    )
+    return restored
 
 
 def restore_from(
@@ -141,13 +170,14 @@ def restore_from(
     best: tuple[str, str] | str | None = None,
     fall_back: bool = True,
     set_aside: bool = False,
-    **options: Any,
+    reads_orbax: bool = False,
+    **options: Unpack[MatchOptions],
 ) -> tuple[Restored, Store]:
     """Restore from one of several stores as `restore` does; return the store too.
 
     "latest" is the newest step of all stores, "best" the best of the first one. A step that several
-    stores have is taken from the first of them. With `set_aside`, damaged steps that were skipped
-    are renamed, once there is a good one.
+    stores have is taken from the first of them. `set_aside` renames damaged steps that are skipped,
+    once a good one was restored. `reads_orbax` also reads steps that orbax saved without stepfold.
     """
     check_flags(fall_back=fall_back)
     damaged: dict[int, list[str]] = {}
@@ -157,7 +187,7 @@ def restore_from(
     while remaining:
         tried.append(remaining.pop(0))
         number, store = tried[-1]
-        outcome, result, identity = _try_step(store, number, like, **options)
+        outcome, result, identity = _try_step(store, number, like, reads_orbax, **options)
         # All processes have to agree on the outcome before any of them continues.
         answers = KeyValues("agreement").gather([outcome, identity], "an answer")
         outcome = max(outcome for outcome, _ in answers)
@@ -191,12 +221,16 @@ _GOOD, _DELETED, _DAMAGED, _FAILED = range(4)
 
 
 def _try_step(
-    store: Store, step: int, like: Any, **options: Any
+    store: Store,
+    step: int,
+    like: Any,
+    reads_orbax: bool,
+    **options: Unpack[MatchOptions],
 ) -> tuple[int, Restored | Exception, str]:
     """Restore a step; return the outcome, the result or the error, and what identifies the save."""
     try:
         try:
-            return _GOOD, *_restore_step(store, step, like, **options)
+            return _GOOD, *_restore_step(store, step, like, reads_orbax, **options)
         except (DamageError, ForeignError) as error:
             # Another run may have deleted the step while it was read.
             return (_DAMAGED if store.has_step(step) else _DELETED), error, ""
@@ -208,23 +242,20 @@ def _restore_step(
     store: Store,
     step: int,
     like: Any,
-    parts: Sequence[str] | None = None,
-    reads_orbax: bool = False,
-    **options: Any,
+    reads_orbax: bool,
+    **options: Unpack[MatchOptions],
 ) -> tuple[Restored, str]:
     """Read the leaves that match, and keep the others from `like`; return the identity too."""
     try:
         manifest = store.read_manifest(step)
     except NoManifestError as error:
-        # Next to steps of stepfold it is one of these, in the middle of its deletion.
+        # Next to steps of stepfold, it is one of them that is being deleted.
         if not reads_orbax or not isinstance(store, DirectoryStore) or has_own_step(store):
             raise
-        return _restore_from_orbax(store, step, like, error, parts=parts, **options), ""
-    sources, not_loaded = match(
-        manifest.leaves, like, where=store.path_of(step), parts=parts, **options
-    )
+        return _restore_from_orbax(store, step, like, error, **options), ""
+    sources, not_loaded = match(manifest.leaves, like, where=store.path_of(step), **options)
     # Parts, such as the parameters for evaluation, can be restored on any number of processes.
-    needs_data = parts is None or manifest.has_position
+    needs_data = options.get("parts") is None or manifest.has_position
     data = manifest.position() if needs_data else None
     wanted = {name: leaf for name, leaf in tree.named_leaves(like) if name in sources}
     saved = {name: manifest.leaves[sources[name]] for name in wanted}
@@ -233,7 +264,7 @@ def _restore_step(
     def read(name: str) -> dict[Region, np.ndarray]:
         return reader.read_regions(sources[name], regions_of(name, saved[name], wanted[name]))
 
-    # Read in threads, but made in this one: jax's contexts, such as a default device, are
+    # Threads read, but this one makes the leaves: jax's contexts, such as a default device, are
     # thread-local.
     loaded = {
         name: make_leaf(name, saved[name], wanted[name], arrays)
@@ -259,7 +290,11 @@ def _with_leaves(like: Any, loaded: Mapping[str, Any]) -> Any:
 
 
 def _restore_from_orbax(
-    store: DirectoryStore, step: int, like: Any, error: NoManifestError, **options: Any
+    store: DirectoryStore,
+    step: int,
+    like: Any,
+    error: NoManifestError,
+    **options: Unpack[MatchOptions],
 ) -> Restored:
     """Read a step that orbax saved without stepfold; raise the error if it did not."""
     from stepfold.checkpoint.orbax_reader import OrbaxReader  # lazy: imports orbax
@@ -400,8 +435,9 @@ def match(
 ) -> Match:
     """Find the saved leaf for each wanted leaf: all of them exactly, unless the caller opts out.
 
-    `where` and `advice` begin and end error messages. Callers without the options of `restore` give
-    a function of the paths that differ, which returns their advice.
+    `where` begins the error messages. `advice` ends them, unless all differences have one likely
+    cause. If it is a function of the paths that differ, what it returns always ends them. The other
+    options are those of `restore`.
 
     Raises:
       TreeMismatchError: with every path that does not match, or if no path matches.
@@ -430,7 +466,7 @@ def match(
     if not sources and (wanted or old_names):
         advice = f"saved are {_some(saved)}, wanted {_some(wanted)}, parts {parts}"
         refuse(where, "paths to load", "none that fits", advice, kind=TreeMismatchError)
-    # A branch without leaves, such as the model state of a stateless model, is a part too.
+    # A part may be a branch without leaves, such as the model state of a stateless model.
     branches = jax.tree_util.tree_leaves_with_path(like, is_leaf=lambda x: not jax.tree.leaves(x))
     names = [*old_names, *(tree.path_name(path) for path, _ in branches)]
     for part, pattern in patterns.items():
@@ -517,7 +553,7 @@ def _specific_advice(differences: _Differences, *, may_rename: bool) -> str | No
         return "; only dtypes differ: cast=True converts them"
     old = {have: name for name, have, want in differences if have and not want}
     new = {want: name for name, have, want in differences if want and not have}
-    # Every leaf has another description, so that each has one counterpart.
+    # If no two of the leaves have the same description, each has one counterpart.
     if may_rename and old.keys() == new.keys() and len(old) + len(new) == len(differences):
         rename = {name: new[leaf] for leaf, name in old.items()}
         return f"; if they were renamed, give rename={rename}"

@@ -1,9 +1,9 @@
 """Results of evaluations that other processes make, next to the steps of a store.
 
-A result is a small note that is created once, as a whole: `evaluations/eval-20-0f3a….json`. It is
-named by the evaluation, the step and the identity of the checkpoint, a digest of the saved values.
-After a run went back, the results of the steps that are gone fit no checkpoint, and those of equal
-states still do.
+A result is a small note that is created once, as a whole: `evaluations/eval-20-0f3a….json`. Its
+name has the evaluation, the step and the identity of the checkpoint, a digest of the saved values.
+After a rollback, the results of deleted steps match no checkpoint. A step that is saved again with
+the same values matches its earlier result.
 """
 
 import re
@@ -20,7 +20,7 @@ _NAME = re.compile(r"(.+)-(\d+)-([0-9a-f]{16})\.json")
 
 
 class Result(NamedTuple):
-    """A result, by what its name says."""
+    """The evaluation and the checkpoint of a result, which are in its name."""
 
     evaluation: str
     step: int
@@ -32,14 +32,14 @@ class Result(NamedTuple):
 
 
 def find_results(store: Any) -> list[Result]:
-    """List the results, of steps that are gone too, in the order of their steps."""
+    """List all results, even of deleted steps, in the order of their steps."""
     matches = map(_NAME.fullmatch, store.list_notes(FOLDER))
     results = [Result(unquote(m[1]), int(m[2]), m[3]) for m in matches if m is not None]
     return sorted(results, key=lambda result: result.step)
 
 
 def is_saved(store: Any, step: int, identity: str) -> bool:
-    """Whether a step is still the checkpoint that it was."""
+    """Whether a step still is the checkpoint with this identity."""
     try:
         return bool(store.read_metadata(step).identity == identity)
     except CheckpointError:
@@ -47,7 +47,7 @@ def is_saved(store: Any, step: int, identity: str) -> bool:
 
 
 def read_result(store: Any, result: Result) -> dict[str, float] | None:
-    """Return the numbers of a result; None if it was deleted, or is damaged, which is warned of."""
+    """Return the numbers of a result; None if it was deleted or, with a warning, if damaged."""
     try:
         note = store.read_note(result.path)
     except DamageError:
@@ -88,5 +88,5 @@ def read_run(store: Any) -> dict[str, Any]:
 
 
 def write_run(store: Any, names: Sequence[str], read: Sequence[Result], *, has_ended: bool) -> None:
-    """Say which evaluations a run awaits, which it has read, and whether it has ended."""
+    """Record which evaluations a run awaits, which it has read, and whether it has ended."""
     store.write_note(_RUN, {"names": [*names], "read": [*read], "has_ended": has_ended})

@@ -5,18 +5,19 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self, Unpack, get_args
 
 import jax
 
 from stepfold.checkpoint.claims import Leases
 from stepfold.checkpoint.host_buffers import HostBuffers
 from stepfold.checkpoint.manifest import DamageError, StepMetadata, step_metadata
-from stepfold.checkpoint.restore import Restored, restore_from
+from stepfold.checkpoint.policy import Policy, expendable_steps
+from stepfold.checkpoint.restore import Restored, RestoreOptions, restore_from
 from stepfold.checkpoint.results import LEASES
 from stepfold.checkpoint.steps import Best, already_exists, order_by
 from stepfold.checkpoint.store import (
@@ -32,17 +33,14 @@ from stepfold.checkpoint.tier import TierStore
 from stepfold.checkpoint.verify import damage_of, newest_complete
 from stepfold.core.processes import KeyValues, agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
-from stepfold.core.validation import is_url
-from stepfold.errors import CheckpointError, warn
-
-if TYPE_CHECKING:
-    from stepfold.checkpoint.policy import Checkpoints
+from stepfold.core.validation import is_url, read_choice
+from stepfold.errors import CheckpointError, refuse, warn
 
 SaveKind = Literal["permanent", "requested", "temporary"]
 
 
 class StepReader:
-    """What one can read of a series, open or not: the base of `Checkpoints` and `Series`."""
+    """Queries of a series, open or not: the base of `Checkpoints` and `Series`."""
 
     @property
     def ranking(self) -> Best | None:
@@ -74,18 +72,18 @@ class StepReader:
 class Series(StepReader):
     """A series of checkpoints that is open, as `with Checkpoints(…) as series` gives it.
 
-    Leave the `with` block, or call `close`: it waits for the pending save and raises its error. A
-    save that is pending when the interpreter exits cannot be finished. It leaves nothing, and its
-    error is printed to stderr. After that, a series can still be read.
+    Leave the `with` block, or call `close`: it waits for the pending save and raises its error. If
+    the interpreter exits before, the pending save leaves nothing on disk, and its error is printed
+    to stderr. A closed series can still be read.
 
     Attributes:
       policy: the `Checkpoints` that opened it.
       directory: the directory of the series, or its URL.
       store: the store of the permanent steps.
-      saved: the step that was saved last since the series was opened; a permanent one.
-      restored_temporary: whether the step that was restored last is a temporary one.
-      evaluated: the last step of each evaluation in another process whose result the run has read.
-        Later steps that await the evaluation are kept. None keeps all that await one.
+      saved: the last permanent step that was saved since the series was opened.
+      restored_temporary: whether the last restored step is a temporary one.
+      evaluated: for each evaluation in another process, the last step whose result the run has
+        read. Later steps that await the evaluation are kept. None keeps all steps that await one.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> with sf.Checkpoints(tempfile.mkdtemp(), every=10) as series:
@@ -96,14 +94,17 @@ class Series(StepReader):
     (20, Array([20, 20], dtype=int32))
     """
 
-    def __init__(self, policy: "Checkpoints", path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        path: str | os.PathLike[str],
+        on_close: Callable[["Series"], None],
+    ) -> None:
         self.policy, self.store = policy, open_to_save(path)
         # A path becomes absolute; a URL stays as given.
         location = self.store.location
         self.directory = location if is_url(location) else Path(location)
-        self._ranking = policy.ranking
-        rule = RetentionRule(policy.keep, policy.keep_every, self._ranking, policy.keep_best)
-        self._retention = Retention(self.store, rule)
+        self._retention = Retention(self.store, policy)
         self._temporary: TierStore | None = None
         if policy.temporary:
             self._temporary = open_temporary(policy.temporary, self.store)
@@ -129,16 +130,15 @@ class Series(StepReader):
                 self._temporary.clean()
             if jax.process_index() == 0:
                 self.store.clean(self._prune)
-        self._is_open = True
-        policy._open.append(self)
-        # Without `close`: print the error of the last save. Threads were joined by then.
+        self._is_open, self._on_close = True, on_close
+        # If `close` is never called, print the error of the last save at exit, which joins threads.
         atexit.register(self.close)
 
     def close(self) -> None:
         """Wait for the pending save and close the series; idempotent."""
         if self._is_open:
             atexit.unregister(self.close)
-            self.policy._open.remove(self)
+            self._on_close(self)
             try:
                 self.wait()
                 if self._notify is None:  # `fit` checks both itself
@@ -172,7 +172,7 @@ class Series(StepReader):
 
     @property
     def ranking(self) -> Best | None:
-        return self._ranking
+        return self.policy.ranking
 
     @property
     def saving(self) -> int | None:
@@ -200,7 +200,7 @@ class Series(StepReader):
         policy, temporary = self.policy, self.policy.temporary
         if step < 1 or step == self.saved:
             return None
-        if is_scheduled(step, epoch, policy.every, policy.every_epochs):
+        if policy.due(step, epoch=epoch):
             return "permanent"
         if self._is_open and _is_late(policy.every_minutes, self._saved_at):
             return "permanent"
@@ -211,29 +211,26 @@ class Series(StepReader):
         if temporary.every == "continuous":
             is_due = self._is_continuous_due(step)
         else:
-            is_due = is_scheduled(step, None, temporary.every)
+            is_due = temporary.every is not None and step % temporary.every == 0
         is_late = partial(_is_late, temporary.every_minutes, self._any_saved_at)
         return "temporary" if is_due or is_late() else None
 
     def _is_continuous_due(self, step: int) -> bool:
-        """Return whether a save is due that follows another; collective at some of the steps."""
+        """Return whether a continuous save is due; collective at some of the steps."""
         saves = self._continuous
         if step >= saves.next_step:
             is_saving = self.saving is not None
             values = [saves.is_due(step, is_saving=is_saving), is_saving, saves.next_step]
             gathered = KeyValues("continuous").gather(values, "an answer")
-            # By the clock of process 0, once the last save has ended in all of them.
+            # By the clock of process 0, once the last save has ended in all processes.
             saves.next_step = gathered[0][2]
             is_due = gathered[0][0] and not any(is_saving for _, is_saving, _ in gathered)
             self._continuous_due = step if is_due else 0
         return step == self._continuous_due
 
     def request(self) -> None:
-        """Request a permanent save, as `Checkpoints.request` does."""
-        self.policy.request()
-
-    def receive_request(self) -> None:
-        """Make the next `due` True, or call the function given to `on_request`."""
+        """Request a permanent save in this series, as `Checkpoints.request` does in all of them."""
+        self._check_open()
         self._is_requested = self._notify is None
         if self._notify is not None:
             self._notify()
@@ -251,66 +248,97 @@ class Series(StepReader):
         data: Any = None,
         metrics: Mapping[str, Any] | None = None,
         extra: Any = None,
-        before_commit: Callable[[], None] | None = None,
-        permanent: bool = False,
-        requested: bool = False,
         kind: SaveKind | None = None,
         awaits: Sequence[str] = (),
+        before_commit: Callable[[], None] | None = None,
+        **deprecated: bool,
     ) -> None:
-        """Save a state; the arguments are those of `stepfold.save`.
+        """Save a state; `step`, `data`, `metrics` and `extra` are those of `stepfold.save`.
 
         Blocks for the previous save, and with `async_` only until the state is copied off the
         devices. Afterwards the state may be donated to a step, and numpy arrays may be modified.
-        `before_commit` is called in a background thread before the step is committed.
 
-        | the save is | if | it is in the directory of | and kept |
-        | --- | --- | --- | --- |
-        | requested | `requested=True`, and the schedule has no save here | `Checkpoints` | apart |
-        | temporary | `due` found only that due, and not `permanent=True` | `Temporary` | by that |
-        | permanent | otherwise | `Checkpoints` | by `keep` |
+        | kind of the save | in the directory of | kept |
+        | --- | --- | --- |
+        | "permanent" | `Checkpoints` | by `keep` |
+        | "requested" | `Checkpoints` | like permanent ones, but counted apart |
+        | "temporary" | `Temporary` | by the `keep` of that |
 
-        `kind` is that of `kind_due`, in place of what `due` found and of the other two.
-
-        `awaits` names evaluations that another process makes of the step, which is kept until then.
+        Args:
+          state: any tree of arrays, on any devices.
+          step: the step number; defaults to `state.step`.
+          data: the data position.
+          metrics: numbers by name.
+          extra: JSON-serializable values, with numpy arrays in them.
+          kind: the kind; None takes the kind that `due` found for this step, and "permanent" if
+            `due` found no save. A requested save at a step of the schedule is a permanent one.
+          awaits: names of evaluations that another process makes of the step, which is kept until
+            they have ended.
+          before_commit: called in a background thread before the step is committed.
+          **deprecated: `permanent=True` or `requested=True`, as in version 0.2, in place of `kind`.
 
         Raises:
           CheckpointError: if the previous save failed, this one cannot begin, or the step exists.
         """
+        kind = _read_kind(kind, deprecated)
+        if kind == "temporary" and self.policy.temporary is None:
+            refuse("kind", "Checkpoints(temporary=…) to go with it", "kind='temporary' alone")
+        if kind is None and self._is_temporary(state, step):
+            kind = "temporary"
         arguments: Any = {"step": step, "data": data, "metrics": metrics, "extra": extra}
         arguments |= {"best": self.ranking, "awaits": awaits}
-        if kind is not None:
-            permanent, requested = kind == "permanent", kind == "requested"
-        temporary = None if permanent or requested else self._temporary
-        if temporary is not None and (kind is not None or self._is_temporary(state, step)):
-            # Without an agreement: no process waits for another.
-            start = time.monotonic()
-            self._join_thread()
-            self._raise_errors(defers=jax.process_count() > 1)
-            metadata = self._validate(state, arguments)
-            self._saving, self._any_saved_at = metadata.step, time.monotonic()
-            try:
-                self._begin(temporary, state, metadata, before_commit)
-            except CheckpointError as error:
-                self._errors.append((temporary, error))
-                self._raise_errors(defers=True)
-            self._continuous.begin(time.monotonic() - start)
+        if kind == "temporary" and self._temporary is not None:
+            metadata = self._save_temporary(self._temporary, state, arguments, before_commit)
         else:
-            with agreement(f"{self.directory}: not saved"):
-                self.wait()
-                metadata = self._validate(state, arguments)
-                requested = requested or self._due.get(metadata.step) == "requested"
-                requested = requested and not self._is_scheduled(metadata.step)
-            self._is_requested = False
-            metadata = metadata._replace(requested=requested)
-            _make_room(self.store, metadata.step)
-            self._begin(self.store, state, metadata, before_commit)
-            self.saved, self._saved_at = metadata.step, self._any_saved_at
+            metadata = self._save_permanent(kind, state, arguments, before_commit)
         if self.ranking is not None and metadata.metrics:
             has_metric = self.ranking[0] in metadata.metrics
             self._has_ranked_metric = self._has_ranked_metric or has_metric
         self._due = {step: due for step, due in self._due.items() if step > metadata.step}
         if not self.policy.async_:
             self.wait()
+
+    def _save_permanent(
+        self,
+        kind: SaveKind | None,
+        state: Any,
+        arguments: Mapping[str, Any],
+        before_commit: Callable[[], None] | None,
+    ) -> StepMetadata:
+        """Begin a save in the directory of the series; all processes agree on it."""
+        with agreement(f"{self.directory}: not saved"):
+            self.wait()
+            metadata = self._validate(state, arguments)
+            found = self._due.get(metadata.step)
+            is_scheduled = found == "permanent" or self.policy.due(metadata.step)
+            is_requested = (found if kind is None else kind) == "requested" and not is_scheduled
+        self._is_requested = False
+        metadata = metadata._replace(requested=is_requested)
+        _make_room(self.store, metadata.step)
+        self._begin(self.store, state, metadata, before_commit)
+        self.saved, self._saved_at = metadata.step, self._any_saved_at
+        return metadata
+
+    def _save_temporary(
+        self,
+        store: TierStore,
+        state: Any,
+        arguments: Mapping[str, Any],
+        before_commit: Callable[[], None] | None,
+    ) -> StepMetadata:
+        """Begin a save in the temporary directory; no process waits for another."""
+        start = time.monotonic()
+        self._join_thread()
+        self._raise_errors(defers=jax.process_count() > 1)
+        metadata = self._validate(state, arguments)
+        self._saving, self._any_saved_at = metadata.step, time.monotonic()
+        try:
+            self._begin(store, state, metadata, before_commit)
+        except CheckpointError as error:
+            self._errors.append((store, error))
+            self._raise_errors(defers=True)
+        self._continuous.begin(time.monotonic() - start)
+        return metadata
 
     def _is_temporary(self, state: Any, step: Any) -> bool:
         """Whether `due` found a temporary save due at this step."""
@@ -319,10 +347,6 @@ class Series(StepReader):
         check_not_donated(state)
         step = getattr(state, "step", None) if step is None else step
         return any(step == due for due, kind in self._due.items() if kind == "temporary")
-
-    def _is_scheduled(self, step: int) -> bool:
-        is_due = self._due.get(step) == "permanent"
-        return is_due or is_scheduled(step, None, self.policy.every)
 
     def _validate(self, state: Any, arguments: Mapping[str, Any]) -> StepMetadata:
         self._check_open()
@@ -370,9 +394,9 @@ class Series(StepReader):
         self._raise_errors()
 
     def wait_together(self) -> None:
-        """Do the same, and raise in all processes if it raises in one; collective.
+        """Wait as `wait` does, but raise in all processes if one of them fails; collective.
 
-        Process 0 alone may fail after the commit, as where old steps are deleted.
+        After the commit, process 0 alone may fail, for example when it deletes old steps.
         """
         with agreement(f"{self.directory}: not saved"):
             self.wait()
@@ -383,10 +407,11 @@ class Series(StepReader):
             self._thread = None
 
     def _raise_errors(self, *, defers: bool = False) -> None:
-        """Raise the error of a save; of temporary saves, warn of the first since the last success.
+        """Raise the errors of the saves that have ended.
 
-        An error of the system in a temporary save does not end the run. With `defers`, other errors
-        are raised later, where all processes agree on them.
+        A `CheckpointError` of a temporary save does not end the run: the first since the last
+        success is a warning. With `defers`, other errors are kept for a later call, at which all
+        processes agree on them.
         """
         errors, self._errors = self._errors, []
         for store, error in errors:
@@ -418,7 +443,7 @@ class Series(StepReader):
                 self._retention.forget(step)
 
     def prune(self) -> None:
-        """Delete the steps that are not kept, if evaluations have ended since the last save."""
+        """Delete steps that are no longer kept, since evaluations may have ended after the save."""
         self.wait()
         steps = self.store.steps() if jax.process_index() == 0 else []
         if steps:
@@ -445,8 +470,8 @@ class Series(StepReader):
     def has_checkpoint(self) -> bool:
         """Return whether stepfold has saved a step here, even if all permanent ones are damaged.
 
-        With several processes, one of them calls this. Temporary steps count if one of them is
-        good. Otherwise they are set aside, with a warning.
+        With several processes, only one of them calls this. Temporary steps count if one of them is
+        good. If all are damaged, they are set aside, with a warning.
         """
         temporary = self._temporary
         if has_own_step(self.store) or temporary is None:
@@ -459,15 +484,15 @@ class Series(StepReader):
             warn(f"{temporary.location}: {text}", RuntimeWarning)
         return False
 
-    def restore(self, like: Any, **options: Any) -> Restored:
+    def restore(self, like: Any, **options: Unpack[RestoreOptions]) -> Restored:
         """Wait for the pending save, then restore as `Checkpoints.restore` does.
 
         While the series is open, damaged steps that are skipped are renamed to `12.damaged`, so
         that their numbers can be saved again.
         """
         self.wait()
-        options |= {"set_aside": self._is_open}  # after closing, it only reads
-        restored, store = restore_from(self._stores(), like, **options)
+        sets_aside = self._is_open  # after closing, it only reads
+        restored, store = restore_from(self._stores(), like, set_aside=sets_aside, **options)
         self.restored_temporary = store is not self.store
         if self._temporary is not None and options.get("step", "latest") == "latest":
             self._warn_of_incomplete(self._temporary, restored.step)
@@ -493,6 +518,17 @@ class Series(StepReader):
             )
 
 
+def _read_kind(kind: Any, deprecated: Mapping[str, bool]) -> SaveKind | None:
+    """Validate the kind of a save; in version 0.2 it was `permanent=True` or `requested=True`."""
+    for name, value in deprecated.items():
+        if name not in ("permanent", "requested"):
+            raise TypeError(f"save() got an unexpected keyword argument {name!r}")
+        new = f"kind={name!r}" if value else ""
+        warn(f"save({name}={value}) is now save({new})", DeprecationWarning)
+        kind = name if value else kind
+    return None if kind is None else read_choice("kind", kind, get_args(SaveKind))
+
+
 def _make_room(store: Store, step: int) -> None:
     """Check on process 0 that a step does not exist, or set it aside if damaged; collective.
 
@@ -512,72 +548,32 @@ def _make_room(store: Store, step: int) -> None:
         )
 
 
-class RetentionRule(NamedTuple):
-    """Which steps to keep; the fields are those of `Checkpoints`.
-
-    >>> RetentionRule(keep=1, keep_every=2).expendable({1: {}, 2: {}, 3: {}, 4: {}, 5: {}})
-    [1, 3]
-    """
-
-    keep: int | None
-    keep_every: int | None = None
-    best: Best | None = None
-    keep_best: int = 1
-
-    def expendable(
-        self,
-        metrics: Mapping[int, Mapping[str, object]],
-        requested: Set[int] = frozenset(),
-        *,
-        last: int | None = None,
-        held: Set[int] = frozenset(),
-        for_evaluation: Set[int] = frozenset(),
-    ) -> list[int]:
-        """List the steps to delete.
-
-        `requested` steps and the others are counted apart, so that many requests do not push a
-        scheduled step out. `last`, the step saved last, is always kept: after a rollback it may not
-        be the newest. `held` steps are kept too: an evaluation in another process needs them.
-        Steps `for_evaluation` were saved only for that, and do not count.
-        """
-        if self.keep is None:
-            return []
-        steps = sorted(metrics)
-        scheduled = [step for step in steps if step not in requested and step not in for_evaluation]
-        kept = {*scheduled[-self.keep :], *sorted(requested)[-self.keep :], last, *held}
-        if self.keep_every is not None:
-            kept |= {step for step in steps if step % self.keep_every == 0}
-        if self.best is not None:
-            kept |= set(order_by(self.best, metrics)[: self.keep_best])
-        return [step for step in steps if step not in kept]
-
-
 class Retention:
-    """Delete the steps of one store that a rule does not keep."""
+    """Delete the steps of one store that a policy does not keep."""
 
-    def __init__(self, store: Store, rule: RetentionRule) -> None:
-        self._store, self._rule, self._leases = store, rule, Leases(store, LEASES)
+    def __init__(self, store: Store, policy: Policy) -> None:
+        self._store, self._policy, self._leases = store, policy, Leases(store, LEASES)
         # The metadata of each complete step, which is read once, without its values.
         self._known: dict[int, StepMetadata] = {}
 
     def forget(self, step: int) -> None:
-        """Read a step again, since it has changed."""
+        """Forget the metadata of a step that has changed."""
         self._known.pop(step, None)
 
     def apply(self, last: int, evaluated: Mapping[str, int] | None) -> None:
         """Delete steps once `last` is saved; `evaluated` is that of the series."""
-        if self._rule.keep is None:
+        if self._policy.keep is None:
             return
-        self.forget(last)  # it may replace another
+        self.forget(last)  # it may replace an earlier save of the step
         steps = self._read_steps()
         unscheduled = {step: each for step, each in steps.items() if each.requested}
         for_evaluation = {step for step, each in unscheduled.items() if each.awaits}
         requested = unscheduled.keys() - for_evaluation
-        is_ranked = self._rule.best is not None
+        is_ranked = self._policy.best is not None
         metrics = metrics_of(self._store, steps) if is_ranked else {step: {} for step in steps}
         held = self._held_steps(steps, evaluated)
-        expendable = self._rule.expendable(
-            metrics, requested, last=last, held=held, for_evaluation=for_evaluation
+        expendable = expendable_steps(
+            self._policy, metrics, requested, last=last, held=held, for_evaluation=for_evaluation
         )
         for step in expendable:
             self._store.delete(step)
@@ -600,15 +596,6 @@ class Retention:
             if evaluated is None or evaluated.get(name, step) < step
         }
         return awaited.union(*(lease["steps"] for lease in self._leases.held()))
-
-
-def is_scheduled(
-    step: int, epoch: int | None, every: int | None, every_epochs: int | None = None
-) -> bool:
-    """Whether a schedule has a save after a step, which may have ended an epoch."""
-    by_step = every is not None and step % every == 0
-    by_epoch = bool(epoch and every_epochs and epoch % every_epochs == 0)
-    return step >= 1 and (by_step or by_epoch)
 
 
 def _is_late(minutes: float | None, since: float) -> bool:

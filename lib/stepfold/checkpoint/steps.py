@@ -83,7 +83,7 @@ def already_exists(location: Any, step: int) -> str:
 
 @contextmanager
 def converted_errors(path: Path, problem: str) -> Iterator[None]:
-    """Convert errors of the system, which do not mean that a step is damaged."""
+    """Convert an `OSError` to a `CheckpointError`: it does not mean that a step is damaged."""
     try:
         yield
     except CheckpointError:

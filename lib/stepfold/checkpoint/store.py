@@ -61,7 +61,7 @@ _CLAIM = re.compile(r"(\d+)\.saving-[0-9a-f]{16}")
 _DAMAGED = re.compile(r"\d+\.damaged(-\d+)?")
 _DAY = 24 * 60 * 60.0
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # of a file system
-# What shows the layout of a series that a path names, or a URL such as file:///a/folder.
+# Names in a folder that only one layout has.
 _LAYOUTS = {
     "directory": re.compile(r"(0|[1-9]\d*)"),
     "bucket": re.compile(r"(0|[1-9]\d*)\.commit|stepfold\.json"),
@@ -182,8 +182,8 @@ class DirectoryStore:
     ) -> "PendingSave":
         """Copy the state off the devices, and start to save it as a step in the background.
 
-        With buffers, the state can be donated afterwards. The result is to be committed. On
-        failure, its files are removed.
+        With buffers, the state can be donated afterwards. The caller has to commit the result. If
+        the save fails, its files are removed.
         """
         from stepfold.checkpoint.writer import OrbaxSave  # lazy: imports orbax
 
@@ -271,7 +271,8 @@ class DirectoryStore:
         deleted. It does nothing while a process saves into the directory. On a file system without
         locks, it deletes leftovers older than a day.
 
-        `finish` is called for each step that was committed without that of `commit`.
+        `finish` is called for each step that was committed by a run that was killed before
+        `commit` called its own.
         """
         committed = []
         with locked(self.directory, alone=True) as held:

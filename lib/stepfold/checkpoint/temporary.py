@@ -52,18 +52,18 @@ class Temporary:
     resume may have other hosts and more or fewer processes: each of them asks the others for what
     it lacks. If too much is lost or damaged, the next older step is taken, of either kind.
 
-    A directory needs room for `keep` + 2 steps, which is the share of its host in the state and in
-    the replicas of others.
+    A directory needs room for `keep` + 2 steps. Each is the share of the state that its host holds,
+    and the replicas of other hosts.
 
     Attributes:
       directory: the directory, which is not a URL.
-      every: steps between temporary saves; or "continuous", where a save follows another as soon
-        as it has ended, but so that the loop loses at most 1 % of its time. `fit` checks that where
-        it checks minutes.
+      every: steps between temporary saves; or "continuous": a save begins as soon as the previous
+        one has ended, but waits so that the loop loses at most 1 % of its time. `fit` checks that
+        where it checks minutes.
       every_minutes: minutes since the last save of either kind, checked as in `Checkpoints`.
       keep: number of latest temporary steps to keep.
-      replicas: number of hosts besides the first that have each slice of the state, as far as there
-        are hosts. With one host, or one directory for all, it has no effect.
+      replicas: number of additional hosts that get a copy of each slice of the state. With one
+        host, or one directory for all, it has no effect.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder, local = tempfile.mkdtemp(), tempfile.mkdtemp()
@@ -159,11 +159,11 @@ def _warn_of_others(temporary: Temporary, series: Store) -> None:
 
 
 class ContinuousSaves:
-    """Decide at which steps to save, by what the loop has lost for the saves before.
+    """Decide at which steps to save, by the time that earlier saves have cost the loop.
 
-    A save costs the time for which it blocks the loop, and what it slows down the steps during its
-    writes. Both show in an interval between two looks: it takes longer than as many steps without a
-    save.
+    A save blocks the loop for a while, and slows down the steps while it is written. Both show in
+    the interval between two looks at the clock: it takes longer than the same number of steps
+    without a save.
 
     >>> saves = ContinuousSaves()
     >>> saves.is_due(1, is_saving=False)  # nothing is known yet

@@ -71,7 +71,8 @@ class TierStore:
         self.directory, self.keep = directory, keep
         self.location = str(directory)
         self._replicas, self._number = replicas, 0
-        self._process, self._life = jax.process_index(), _new_life()
+        self._process = jax.process_index()
+        self._life = f"{time.time_ns():016x}{secrets.token_hex(4)}"  # identifies a start of the run
         self.hosts = [[self._process]]  # the processes that share each directory
         self._addresses: Sequence[Address] = ()
         self._server: Server | None = None
@@ -113,15 +114,12 @@ class TierStore:
     def _own_host(self) -> int:
         return next(i for i, host in enumerate(self.hosts) if self._process in host)
 
-    def _speakers(self) -> list[int]:
-        """Return one process of each host, this one for its own."""
-        return [self._process if self._process in host else host[0] for host in self.hosts]
-
     def _request_from_hosts(self, what: str, argument: Any) -> Iterator[tuple[int, Any]]:
         """Yield a process and its answer for each host; warn of those that do not answer."""
-        for process in self._speakers():
-            if process == self._process:
-                yield process, self._reply(what, argument)
+        for host in self.hosts:
+            process = host[0]  # speaks for all processes of the host
+            if self._process in host:
+                yield self._process, self._reply(what, argument)
                 continue
             try:
                 yield process, send_request(self._addresses[process], [what, argument])[0]
@@ -150,7 +148,8 @@ class TierStore:
         if what == "tables":
             return self._read_tables(*argument)
         if what == "delete":
-            return self._delete(*argument)
+            first, last = argument
+            return self._remove(lambda file: first <= file.save.step <= last)
         if what == "set aside":
             return self._set_aside(argument)
         if what == "prune":
@@ -227,7 +226,7 @@ class TierStore:
     def _find(
         self, step: int | None = None, *, verifies: bool = False
     ) -> list[tuple[int, Manifest | DamageError]]:
-        """Return what each step has, or one of them, on all hosts; in the order of the steps."""
+        """Return the manifest of each step, or of one step, or its error; in order of the steps."""
         tables, problems = dict[int, list[Table]](), dict[int, list[DamageError]]()
         for process, answer in self._request_from_hosts("tables", [step, verifies]):
             for name, content, problem in answer:
@@ -398,7 +397,7 @@ class TierStore:
         send_request(self._addresses[process], ["store", [name, size]], pieces)
 
     def _receive(self, name: str, size: int, connection: Connection) -> None:
-        """Write a file with what another process sends, if it arrives as it was."""
+        """Write a file with the bytes that another process sends, if all of them arrive."""
         buffer = np.empty(min(size, 1 << 20), np.uint8)
 
         def pieces() -> Iterator[memoryview]:
@@ -467,8 +466,8 @@ class TierStore:
     def clean(self, finish: Callable[[int], None] | None = None) -> None:  # noqa: ARG002
         """Delete unfinished files, unless a process saves into the directory.
 
-        Steps older than the newest are deleted as well if this host alone has all of that: a kill
-        may have prevented it.
+        If this host alone holds complete steps, older ones are deleted too, since a kill may have
+        prevented that.
         """
         with locked(self.directory, alone=True) as held:
             unfinished = [name for name in names_in(self.directory) if name.endswith(_PART)]
@@ -484,9 +483,6 @@ class TierStore:
                 if len(complete) == location.keep:
                     self._remove(lambda file: file.save < complete[-1])
                     break
-
-    def _delete(self, first: int, last: float) -> None:
-        self._remove(lambda file: first <= file.save.step <= last)
 
     def _prune_own(self, life: str, kept: Sequence[int], failed: Sequence[int]) -> None:
         """Delete what is older than the saves to keep, or failed, or of another start."""
@@ -605,10 +601,6 @@ def _converted(path: str) -> Iterator[None]:
         if texts.DISK_FULL.search(str(error)):
             reason = "no space left on the device; make room"
         raise CheckpointError(f"{path}: not saved: {reason}") from error
-
-
-def _new_life() -> str:
-    return f"{time.time_ns():016x}{secrets.token_hex(4)}"
 
 
 def open_tier(directory: Path, *, keep: int, replicas: int) -> TierStore:

@@ -46,7 +46,7 @@ class Save(NamedTuple):
 
 
 class TierFile(NamedTuple):
-    """A file of a save, by its name."""
+    """A file of a save, with what its name tells."""
 
     name: str
     save: Save

@@ -1,11 +1,10 @@
 """Requests between the processes of a run, over plain TCP and in threads.
 
-A collective has to be called by all processes in the same order as their steps, and the
-coordination service is made for small values. So each process has a server; the addresses, and a
-token that a request has to bring, travel through the coordination service.
+Collectives do not fit, since all processes have to call them in the same order as their steps. The
+coordination service does not fit, since it is made for small values. So each process has a server.
+Its address, and a token that authorizes requests, travel through the coordination service.
 
-A message is JSON with its length before it. An upload or an answer may continue with bytes, whose
-number the JSON has.
+A message is JSON, preceded by its length. Bytes may follow it; the JSON has their number.
 """
 
 import json
@@ -34,7 +33,7 @@ Answer = Callable[[Any, "Connection"], tuple[Any, Sequence[Buffer]]]
 
 
 class Address(NamedTuple):
-    """Where a process listens, and what a request to it has to bring."""
+    """Where a process listens, and the token that authorizes requests."""
 
     host: str
     port: int
@@ -112,7 +111,7 @@ class Server:
                 serve.start()
 
     def _serve(self, connected: socket.socket) -> None:
-        # The other process has an error if the connection ends, so this one needs none.
+        # The other process raises if the connection ends, so this one does not.
         with connected, suppress(OSError, ValueError):
             connection = Connection(connected)
             request = connection.receive()

@@ -74,7 +74,8 @@ class OrbaxSave:
                 stored = {name: all_arrays[name] for name in leaves if all_arrays[name].size}
                 self._writer.save(path, stored, write_manifest, manifest.write_files)
 
-            # orbax takes a while before it writes. With copies, that is left to the thread.
+            # orbax takes a while before it writes. If all arrays are copies, `commit` starts it, in
+            # the thread.
             self._start: Callable[[], None] | None = start
             if any(isinstance(array, jax.Array) for array in arrays.values()):
                 self._start_once()
@@ -83,7 +84,7 @@ class OrbaxSave:
         """Wait until the step is durable, and call `finish`. Readers do not see it before.
 
         It is renamed to its path, and synced to disk. On failure, its files are removed. If a kill
-        prevents `finish`, the claim stays next to the step, and `clean` makes up for it.
+        prevents `finish`, the claim stays next to the step, and the next `clean` calls it.
         """
         with self._converted_errors():
             self._start_once()

@@ -106,16 +106,16 @@ def start_distributed(
         default it uses all, or one by local rank if a launcher started several processes on the
         host.
       timeout: seconds to wait for all processes to connect, and later for a process that is late
-        at the start of a run, or with its first batch of a new number of rows.
+        at the start of a run, or with its first batch of another size.
       heartbeat: seconds without a heartbeat after which a process counts as dead; jax then
         terminates the others.
-      shutdown: seconds that a process waits at its exit, also after an exception, for the others to
-        exit; jax then terminates them all. By default as long as `heartbeat`; give more if process
-        0 works alone for longer at the end of the script.
-      patience: seconds without progress in `fit` after which a process is stuck: it is alive,
-        unlike one whose heartbeats stop, and the others wait for it. All then print its number,
-        host, step and stacks, and exit with code 1. Choose more than a step takes, and than a
-        batch, a hook or a save takes longer in one process than in the others. None waits forever.
+      shutdown: seconds that a process waits at its exit, even after an exception, for the others to
+        exit; jax then terminates all of them. The default is `heartbeat`. Give more if process 0
+        works alone for longer at the end of the script.
+      patience: seconds without progress in `fit` after which a process counts as stuck. A stuck
+        process is alive and sends heartbeats, while the others wait for it. All of them then print
+        its number, host, step and stacks, and exit with code 1. Choose more than the time of a
+        step, and more than a batch, a hook or a save may delay one process. None waits forever.
 
     Raises:
       ConfigError: if the arguments or the environment do not fit together, if jax has already

@@ -147,7 +147,7 @@ def run(launch: Launch) -> int:
 
 
 def _progress(path: Path | None, best: int = -1) -> int:
-    """Return the largest number that has been at the path: of a directory's entry, or a size."""
+    """Return the largest progress so far: a number in the names of a folder, or a file's size."""
     with suppress(OSError, TypeError):
         if path is not None and path.is_dir():
             return max([best, *(int(name) for name in os.listdir(path) if name.isdecimal())])
@@ -156,7 +156,7 @@ def _progress(path: Path | None, best: int = -1) -> int:
 
 
 class _End(NamedTuple):
-    """How a start ended: with the exit code of the launcher, or by the failure of a process."""
+    """How one start ended: the exit code of the launcher, or the process that failed first."""
 
     stop_code: int | None
     slot: int = 0
@@ -272,7 +272,7 @@ def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pop
 
 @dataclass
 class _Child:
-    """A process, its index, its number among the devices of the machine, and its unended lines."""
+    """A process, its index, the number of its device on the machine, and its unfinished lines."""
 
     process: subprocess.Popen[bytes]
     index: int
@@ -320,7 +320,7 @@ class _Supervisor:
       running: those that have not ended.
       asked: the signals to stop that the launcher got.
       deadline: when those that still run are killed.
-      heard: when one has printed something.
+      heard: when a process last printed something.
     """
 
     def __init__(

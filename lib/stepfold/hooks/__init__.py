@@ -9,12 +9,10 @@ if TYPE_CHECKING:
     from stepfold.hooks.performance import memory_use, profile, stragglers, throughput
     from stepfold.hooks.progress import progress
     from stepfold.hooks.stop import (
-        roll_back_on_nonfinite,
-        roll_back_on_spike,
+        on_nonfinite,
+        on_spike,
         stop_early,
         stop_on_corruption,
-        stop_on_nonfinite,
-        stop_on_spike,
         watchdog,
     )
     from stepfold.hooks.weights import weight_statistics
@@ -36,15 +34,13 @@ __all__ = [
     "every",
     "from_object",
     "memory_use",
+    "on_nonfinite",
+    "on_spike",
     "only_warn",
     "profile",
     "progress",
-    "roll_back_on_nonfinite",
-    "roll_back_on_spike",
     "stop_early",
     "stop_on_corruption",
-    "stop_on_nonfinite",
-    "stop_on_spike",
     "stragglers",
     "throughput",
     "watchdog",
@@ -56,10 +52,7 @@ __getattr__, __dir__ = attach(
         "hooks.objects": "BaseHook from_object",
         "hooks.performance": "memory_use profile stragglers throughput",
         "hooks.progress": "progress",
-        "hooks.stop": (
-            "roll_back_on_nonfinite roll_back_on_spike stop_early stop_on_corruption "
-            "stop_on_nonfinite stop_on_spike watchdog"
-        ),
+        "hooks.stop": "on_nonfinite on_spike stop_early stop_on_corruption watchdog",
         "hooks.weights": "weight_statistics",
         "hooks.wrappers": "callback every only_warn",
         "loop.events": "Event GoBack Nonfinite Replace Reweight Stop",

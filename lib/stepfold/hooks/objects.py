@@ -27,7 +27,7 @@ class BaseHook:
       can_stop, goes_back, replaces_state: whether it may return a reason to stop, a `GoBack`, or a
         `Replace` or `Reweight`, as `returns` of a `Hook` says.
       needs_exact_state: `exact` of a `Hook`.
-      replaces_nonfinite_stop: whether `fit` leaves out its own `stop_on_nonfinite`.
+      replaces_nonfinite_stop: whether `fit` leaves out its own `on_nonfinite`.
       shows_progress, writes_metrics: those of a `Sink`.
       run_state: the names of attributes that are its state, with JSON values.
       state_key: the names of attributes that must be unchanged for a state to be restored.

@@ -1,4 +1,4 @@
-"""Hooks that stop a run: out of time, a NaN or inf, no progress, a spike, corruption, a hang.
+"""Hooks that stop a run or go back: out of time, a NaN or inf, a spike, corruption, a hang.
 
 Hooks with a state take a `name`, its key in a checkpoint, so that a run can have two of a kind.
 """
@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,11 @@ from stepfold import tree
 from stepfold.core.metric_modes import mode_of
 from stepfold.core.validation import check_flags, read_integer, read_positive, renamed
 from stepfold.errors import refuse
-from stepfold.loop.events import Event, GoBack, Nonfinite, Returned, Stop
+from stepfold.loop.events import Event, GoBack, HookRequest, Nonfinite, Returned, Stop
 from stepfold.loop.hook import Hook, Sink
+from stepfold.tree import describe_value
+
+Action = Literal["stop", "go_back"]
 
 
 def time_limit(seconds: float) -> Hook:
@@ -36,53 +39,38 @@ def time_limit(seconds: float) -> Hook:
 
 
 @renamed(pattern="metric")
-def stop_on_nonfinite(metric: str | None = None) -> Hook:
-    """Stop when a train metric is NaN or infinite in a step.
+def on_nonfinite(
+    metric: str | None = None,
+    *,
+    action: Action = "stop",
+    skip: int | None = None,
+    limit: int | None = None,
+) -> Hook:
+    """Stop or go back when a train metric is NaN or infinite in a step.
 
     A metric of weight 0 does not count. Without `metric`, this is the loss, or each metric of a
-    step that reports no `loss`. `fit` stores what it takes to rerun that step in a `Capsule`, for
-    `replay`.
+    step that reports no `loss`. `fit` has such a hook for the loss unless `hooks` has one. It
+    stores what it takes to rerun the step in a `Capsule`, for `replay`.
 
-    >>> import numpy as np, stepfold as sf
-    >>> hook, losses = sf.hooks.stop_on_nonfinite(), {"train/loss": np.array([1.0, np.nan, np.nan])}
-    >>> event = sf.Event(12, None, {"train/loss": np.nan}, None, losses)
-    >>> str(hook.update(hook.init, event)[1])
-    'train/loss is nan in step 11'
-    """
-    return _on_nonfinite("stop_on_nonfinite", metric, lambda _, stop: stop)
-
-
-@renamed(pattern="metric")
-def roll_back_on_nonfinite(metric: str | None = None, *, skip: int = 1, limit: int = 3) -> Hook:
-    """Go back to a checkpoint before a NaN or inf, and skip its batch.
-
-    `fit` then leaves out its own `stop_on_nonfinite`. `skip` batches are left out: that of the NaN,
-    and those that follow it. After `limit` times the run stops at the next one, with a capsule.
+    Args:
+      metric: the train metric.
+      action: "stop" the run, or "go_back" to a checkpoint before that step and skip its batch.
+      skip: the number of batches to skip: that of the step and those that follow it; by default 1.
+      limit: how often to go back before the run stops, with a capsule; by default 3.
 
     >>> import numpy as np, stepfold as sf
     >>> losses = {"train/loss": np.array([1.0, np.nan, np.nan])}
     >>> event = sf.Event(12, None, {"train/loss": np.nan}, None, losses)
-    >>> hook = sf.hooks.roll_back_on_nonfinite()
+    >>> hook = sf.hooks.on_nonfinite()
+    >>> str(hook.update(hook.init, event)[1])
+    'train/loss is nan in step 11'
+    >>> hook = sf.hooks.on_nonfinite(action="go_back")
     >>> hook.update(hook.init, event)[1].skip
     (11, 12)
     """
-    count, most = read_integer("skip", skip), read_integer("limit", limit)
-
-    def go_back(found: Nonfinite, stop: Stop) -> GoBack:
-        return GoBack(None, (found.step, found.step + count), stop.message, most)
-
-    return _on_nonfinite("roll_back_on_nonfinite", metric, go_back, [GoBack])
-
-
-def _on_nonfinite(
-    name: str,
-    metric: str | None,
-    react: Callable[[Nonfinite, Stop], Returned],
-    returns: Sequence[type] = (),
-) -> Hook:
-    """Make a hook that reacts to the first NaN or inf; its state has that, and the last event."""
     if metric is not None:
         _check_train_metric(metric)
+    make_request, kinds = _read_action(action, skip, limit)
     init = {"_found": None, "_last": None}  # of this run, so in memory alone
 
     def update(state: Any, event: Event) -> tuple[Any, Returned]:
@@ -103,16 +91,34 @@ def _on_nonfinite(
             earlier = last if is_first and last is not None and last.step == step - 1 else event
             found = Nonfinite(step, where, metrics, _metrics_of_step(earlier, step - 1))
         stop = Stop("nonfinite", f"{where} is {metrics[where]} in step {step}")
-        return {**state, "_found": found}, react(found, stop)
+        return {**state, "_found": found}, make_request(stop, found.step)
 
-    key = name if metric is None else f"{name} {metric}"
-    kinds = [Stop, Nonfinite, *returns]
-    return Hook(init, update, key, ("start",), metric=metric, provides=(), returns=kinds)
+    name = "on_nonfinite" if metric is None else f"on_nonfinite {metric}"
+    kinds = (*kinds, Nonfinite)
+    return Hook(init, update, name, ("start",), metric=metric, provides=(), returns=kinds)
+
+
+def _read_action(
+    action: Action, skip: int | None, limit: int | None
+) -> tuple[Callable[[Stop, int], HookRequest], Sequence[type]]:
+    """Return a function that makes the request of a reason to stop and its step, and its kinds."""
+    if action not in ("stop", "go_back"):
+        refuse("action", "'stop' or 'go_back'", describe_value(action))
+    if action == "stop":
+        for name, value in (("skip", skip), ("limit", limit)):
+            if value is not None:
+                refuse(name, "action='go_back' with it", "action='stop'", f"leave {name} out")
+        return lambda stop, _: stop, (Stop,)
+    count = read_integer("skip", 1 if skip is None else skip)
+    most = read_integer("limit", 3 if limit is None else limit)
+    return lambda stop, step: GoBack(None, (step, step + count), stop.message, most), (Stop, GoBack)
 
 
 def _watched(event: Event, metric: str | None) -> list[str]:
-    if metric is not None or "train/loss" in event.per_step:
-        return [metric or "train/loss"]
+    loss = metric or "train/loss"
+    # A finite mean is enough, so that values per step are read only if something is wrong.
+    if metric or math.isfinite(event.metrics.get(loss, math.nan)) or loss in event.per_step:
+        return [loss]
     return [name for name, values in event.per_step.items() if np.ndim(values) == 1]
 
 
@@ -249,14 +255,17 @@ def _same_or_first(state: Any, init: Any, *names: str) -> Any:
 
 
 @renamed(sigma="deviations")
-def stop_on_spike(
+def on_spike(
     metric: str = "train/loss",
     *,
+    action: Action = "stop",
     window: int = 100,
     deviations: float = 10.0,
+    skip: int | None = None,
+    limit: int | None = None,
     name: str | None = None,
 ) -> Hook:
-    """Stop when a train metric is far above its recent values.
+    """Stop or go back when a train metric is far above its recent values.
 
     A value is too high if it is more than `deviations` median absolute deviations above the median
     of the `window` finite values before it: neither is moved by a few outliers. Deviations are
@@ -264,55 +273,28 @@ def stop_on_spike(
     median. No value is judged before the window is full. To see where it would have stopped, wrap
     it in `only_warn`.
 
+    Args:
+      metric: the train metric.
+      action: "stop" the run, or "go_back" to a checkpoint before the spike and skip its batch.
+      window: the number of values that a value is compared with.
+      deviations: how far above their median a spike is.
+      skip: the number of batches to skip: that of the spike and those that follow it; by default 1.
+      limit: how often to go back before the run stops; by default 3.
+      name: the key of the hook in a checkpoint, for two of a metric.
+
     >>> import numpy as np, stepfold as sf
     >>> losses = {"train/loss": np.array([2.0, 2.1, np.nan, 1.9, 2.0, 9.0])}
-    >>> hook = sf.hooks.stop_on_spike(window=4)
-    >>> str(hook.update(hook.init, sf.Event(6, None, {}, None, losses))[1])
+    >>> event = sf.Event(6, None, {}, None, losses)
+    >>> hook = sf.hooks.on_spike(window=4)
+    >>> str(hook.update(hook.init, event)[1])
     'train/loss is 9 in step 6, and the median of the 4 before it is 2 ± 0.07413'
-    """
-    react = lambda _, message: Stop("spike", message)
-    name = f"stop_on_spike {metric}" if name is None else name
-    return _on_spike(name, metric, window, deviations, react)
-
-
-@renamed(sigma="deviations")
-def roll_back_on_spike(
-    metric: str = "train/loss",
-    *,
-    window: int = 100,
-    deviations: float = 10.0,
-    skip: int = 1,
-    limit: int = 3,
-    name: str | None = None,
-) -> Hook:
-    """Go back to a checkpoint before a spike, and skip its batches.
-
-    A spike is defined as in `stop_on_spike`. `skip` batches are left out: that of the spike, and
-    those that follow it. After `limit` times the run stops at the next spike.
-
-    >>> import numpy as np, stepfold as sf
-    >>> losses = {"train/loss": np.array([2.0, 2.1, 1.9, 2.0, 9.0])}
-    >>> hook = sf.hooks.roll_back_on_spike(window=4, skip=3)
-    >>> request = hook.update(hook.init, sf.Event(5, None, {}, None, losses))[1]
+    >>> hook = sf.hooks.on_spike(window=4, action="go_back", skip=3)
+    >>> request = hook.update(hook.init, event)[1]
     >>> request.skip, request.limit
-    ((5, 8), 3)
+    ((6, 9), 3)
     """
-    count, most = read_integer("skip", skip), read_integer("limit", limit)
-    react = lambda step, message: GoBack(None, (step, step + count), message, most)
-    name = f"roll_back_on_spike {metric}" if name is None else name
-    return _on_spike(name, metric, window, deviations, react, [GoBack])
-
-
-def _on_spike(
-    name: str,
-    metric: str,
-    window: int,
-    deviations: float,
-    react: Callable[[int, str], Returned],
-    returns: Sequence[type] = (),
-) -> Hook:
-    """Make a hook that reacts to a spike; its state is the window of the latest values."""
     _check_train_metric(metric)
+    make_request, kinds = _read_action(action, skip, limit)
     size = read_integer("window", window, minimum=2)
     most = read_positive("deviations", deviations)
     init: dict[str, Any] = {"metric": metric, "latest": []}
@@ -321,11 +303,14 @@ def _on_spike(
         if event.kind == "start":
             return _same_or_first(state, init, "metric"), None
         latest, spike = _find_spike(event, metric, state["latest"], size, most)
-        returned = None if spike is None else react(*spike)
-        return {"metric": metric, "latest": latest}, returned
+        request = None
+        if spike is not None:
+            step, message = spike
+            request = make_request(Stop("spike", message), step)
+        return {"metric": metric, "latest": latest}, request
 
-    kinds = [Stop, *returns]
-    return Hook(init, update, name, ("start",), metric=metric, provides=(), returns=kinds)
+    key = f"on_spike {metric}" if name is None else name
+    return Hook(init, update, key, ("start",), metric=metric, provides=(), returns=kinds)
 
 
 def _find_spike(

@@ -20,7 +20,7 @@ def every(n: int, hook: Any, *, kind: str | None = None) -> Hook:
 
     The events of train steps and those of each evaluation count separately; with `kind`, such as
     "train" or "eval", the hook sees only those. It does not see skipped events, so do not wrap
-    `stop_on_nonfinite`.
+    `on_nonfinite`.
 
     >>> import stepfold as sf
     >>> hook = sf.hooks.every(100, lambda event: print(event.step))

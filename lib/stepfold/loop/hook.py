@@ -28,6 +28,7 @@ from stepfold.loop.events import (
     Stop,
 )
 from stepfold.loop.metrics import metric_values
+from stepfold.moved import current_hook_name
 
 EventHook = Callable[[Event], Returned]
 """A function of an event, which is short for a `Hook` without a state."""
@@ -386,6 +387,8 @@ class Hooks:
 
         States of one name match in order. Entries that only memory has are taken from `before`.
         """
+        names = self.names
+        saved = [(current_hook_name(name, names), state) for name, state in saved]
         known = {*self.names, "progress"}  # the default one, which the user may have replaced
         missing = dict.fromkeys(name for name, _ in saved if name not in known)
         if missing:

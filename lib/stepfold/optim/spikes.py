@@ -39,7 +39,7 @@ def skip_spikes(
     """Wrap an optimizer to skip updates whose loss is a spike, NaN or infinite.
 
     A loss is a spike if it is more than `deviations` median absolute deviations above the median of
-    the last `window` losses that were accepted, as for `stop_on_spike`. Deviations are scaled to
+    the last `window` losses that were accepted, as for `on_spike`. Deviations are scaled to
     the standard deviation of a normal distribution, and are at least a hundredth of the median, so
     that a rise within rounding after a constant loss is no spike. The update is then zero, so that
     the parameters keep every bit, and so does the state of `tx`. Skipped losses do not enter the

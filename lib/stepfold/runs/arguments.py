@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.checkpoint.leaves import check_values
-from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.validation import read_instance, read_integer, spell_call, suggest, takes
 from stepfold.errors import refuse, warn
-from stepfold.hooks.stop import stop_on_nonfinite
+from stepfold.hooks.stop import on_nonfinite
 from stepfold.hooks.stop import time_limit as stop_at_time_limit
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.events import Event, GoBack, Nonfinite, Stop
@@ -61,7 +61,7 @@ def check_checkpoints(checkpoints: Any, evaluations: Sequence[Evaluation]) -> No
 def with_default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:
     """Add hooks that stop at a NaN and at the time limit."""
     is_guarded = any(hook.declares(Nonfinite) for hook in hooks)
-    all_hooks = [*([] if is_guarded else [stop_on_nonfinite()]), *hooks]
+    all_hooks = [*([] if is_guarded else [on_nonfinite()]), *hooks]
     return [*all_hooks, *([] if time_limit is None else [stop_at_time_limit(time_limit)])]
 
 

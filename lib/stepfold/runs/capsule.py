@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
+from stepfold.checkpoint.checkpoints import save
 from stepfold.checkpoint.leaves import from_json, is_key, to_json
 from stepfold.checkpoint.manifest import DamageError, ForeignError, read_checked, write_checked
-from stepfold.checkpoint.policy import save
 from stepfold.checkpoint.steps import sync
 from stepfold.checkpoint.store import complete_steps, open_store
 from stepfold.core.transfers import allow_transfers
@@ -48,7 +48,7 @@ class CheckpointReference(NamedTuple):
 class Capsule:
     """The step in which a metric was NaN or inf; `replay` takes it.
 
-    `fit` returns one when `stop_on_nonfinite` ends a run, and writes it to
+    `fit` returns one when `on_nonfinite` ends a run, and writes it to
     `run_dir/capsules/<step>`. A capsule that is read from there has neither `like` nor `batches`,
     and no `batch` if the batches of the run can be read again.
 

@@ -37,7 +37,7 @@ from stepfold.runs.report.report_writer import ReportWriter
 from stepfold.runs.rollback import Rollback
 from stepfold.runs.upload import Upload
 from stepfold.writers.combinators import async_writer, log_to
-from stepfold.writers.jsonl import RunWriter, jsonl_writer
+from stepfold.writers.jsonl import RunWriter, jsonl
 
 
 class RunFiles:
@@ -79,7 +79,7 @@ class RunFiles:
         own: list[Sink] = []
         if self.metrics_path is not None:
             _check_files(sinks, [self.metrics_path, self.path / "metrics.csv"])
-            writer = RunWriter(self.metrics_path, csv=self.path / "metrics.csv")
+            writer = RunWriter(self.metrics_path, self.path / "metrics.csv")
             # Named, so that its state is not confused with that of a user's writer.
             own.append(log_to(async_writer(writer), name="metrics.jsonl"))
         written = [sink_name(sink) for sink in sinks if not isinstance(sink, ObjectEffects)]
@@ -189,7 +189,7 @@ class RunFiles:
         step, metrics = run.logged_step, run.logged_metrics
         last_row = step - 1 if metrics else step
         if path.exists() and jax.process_index() == 0:
-            writer = jsonl_writer(path)
+            writer = jsonl(path)
             writer.resume(last_row)
             writer.write_scalars(step, metrics)
             writer.close()

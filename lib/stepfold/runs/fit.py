@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
 
-from stepfold.checkpoint.policy import Checkpoints
+from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.core.processes import agreement
 from stepfold.core.state import is_available
 from stepfold.core.validation import as_integer
@@ -101,9 +101,9 @@ def fit(
       checkpoints: a `Checkpoints`.
       hooks: functions of an `Event`, a `Hook` if it has a state, a `Sink` for what shows or writes
         events, or a `Part` of the run, as `stepfold.loop.fold` describes it. Unless one of them is
-        `stop_on_nonfinite`, a NaN or inf in the loss stops the run; the result then has a `capsule`
+        `on_nonfinite`, a NaN or inf in the loss stops the run; the result then has a `capsule`
         for `replay`. Unless one of them shows progress, as `progress` and
-        `log_to(console_writer())` do, a run of more than a few seconds prints a line on stderr now
+        `log_to(console())` do, a run of more than a few seconds prints a line on stderr now
         and then; `progress("none")` turns that off, and the line that says from where a run
         resumes.
       log_every: the steps between log points.

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from stepfold import tree
+from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.checkpoint.leaves import is_key, to_json
-from stepfold.checkpoint.policy import Checkpoints
 from stepfold.core.state import params_of
 from stepfold.data.prefetch import ReadAhead
 from stepfold.data.stream import BatchIterator

@@ -197,7 +197,7 @@ def rescue(error: BaseException, session: Session) -> None:
     if isinstance(error, FloatingPointError) and texts.DEBUG_NANS.match(str(error)):
         error.add_note(
             f"jax_debug_nans ended the run after step {run.step}. It ignores a NaN that "
-            "skip_nonfinite or a loss scale skips. Turn it off to let stop_on_nonfinite end "
+            "skip_nonfinite or a loss scale skips. Turn it off to let on_nonfinite end "
             "the run, with a capsule for sf.debug.replay."
         )
     if run.state is None or not is_available(run.state):

@@ -34,7 +34,7 @@ class Writer:
     >>> class Printer(sf.writers.Writer):
     ...     def write_scalars(self, step, scalars):
     ...         print(step, scalars)
-    >>> writer = sf.writers.multi_writer(Printer(), sf.writers.console_writer())
+    >>> writer = sf.writers.multi_writer(Printer(), sf.writers.console())
     >>> writer.write_scalars(10, {"train/loss": 0.5})
     10 {'train/loss': 0.5}
           10  train/loss 0.5
@@ -179,25 +179,30 @@ def _setting(name: str, value: Any) -> float | str:
     return _number(name, value) if tree.is_data(value) and np.size(value) == 1 else repr(value)
 
 
-class console_writer(ConvertingWriter):  # noqa: N801
+def console(stream: TextIO | None = None) -> Writer:
     """Write a line for each call, with numbers aligned in columns and rounded to five digits.
 
     Histograms are written as a count and a range, images as their shape. Without a `stream`, lines
     go to `sys.stdout` at the time of the call.
 
     >>> import stepfold as sf
-    >>> writer = sf.writers.console_writer()
+    >>> writer = sf.writers.console()
     >>> writer.write_scalars(8, {"train/loss": 0.6931472, "train/accuracy": 0.5})
            8  train/loss 0.69315      train/accuracy 0.5
     >>> writer.write_scalars(16, {"train/loss": 0.0125, "train/accuracy": 0.984375})
           16  train/loss 0.0125       train/accuracy 0.98438
     """
+    if stream is not None and not callable(getattr(stream, "write", None)):
+        refuse("stream", "an open text file or None", tree.describe_value(stream))
+    return ConsoleWriter(stream)
+
+
+class ConsoleWriter(ConvertingWriter):
+    """The writer of `console`."""
 
     shows_progress = True
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        if stream is not None and not callable(getattr(stream, "write", None)):
-            refuse("stream", "an open text file or None", tree.describe_value(stream))
+    def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
 
     def _write(self, step: int, values: Mapping[str, Value]) -> None:

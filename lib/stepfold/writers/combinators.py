@@ -19,21 +19,26 @@ from stepfold.loop.hook import Sink, call_optional
 from stepfold.writers.base import Writer, files_of
 
 
-class multi_writer(Writer):  # noqa: N801
+def multi_writer(*writers: Any) -> Writer:
     """Write to several writers of stepfold, of clu, or your own, in order.
 
     If one of them raises, the others are still called before the error is raised.
 
     >>> import stepfold as sf, tempfile
-    >>> files = sf.writers.jsonl_writer(f"{tempfile.mkdtemp()}/metrics.jsonl")
-    >>> writer = sf.writers.multi_writer(files, sf.writers.console_writer())
+    >>> files = sf.writers.jsonl(f"{tempfile.mkdtemp()}/metrics.jsonl")
+    >>> writer = sf.writers.multi_writer(files, sf.writers.console())
     >>> writer.write_scalars(10, {"train/loss": 0.5})
           10  train/loss 0.5
     """
+    for i, writer in enumerate(writers):
+        _check_writer(f"writers[{i}]", writer)
+    return MultiWriter(writers)
 
-    def __init__(self, *writers: Any) -> None:
-        for i, writer in enumerate(writers):
-            _check_writer(f"writers[{i}]", writer)
+
+class MultiWriter(Writer):
+    """The writer of `multi_writer`."""
+
+    def __init__(self, writers: Sequence[Any]) -> None:
         self._writers = writers
         self.shows_progress = any(getattr(writer, "shows_progress", False) for writer in writers)
 
@@ -54,15 +59,10 @@ def _check_writer(argument: str, writer: Any) -> None:
     if missing or isinstance(writer, type):
         problem = f"which has no {', '.join(missing)}" if missing else "a class; call it"
         got = f"{tree.describe_value(writer)}, {problem}"
-        refuse(argument, "a writer, such as jsonl_writer(path)", got)
+        refuse(argument, "a writer, such as sf.writers.jsonl(path)", got)
 
 
-# Seconds between two polls of the queue. Waking the thread at every call would cost the loop tens
-# of microseconds and, on a busy machine, sometimes milliseconds.
-_POLL_SECONDS = 0.02
-
-
-class async_writer(Writer):  # noqa: N801
+def async_writer(writer: Any, *, depth: int = 256) -> Writer:
     r"""Write in a background thread, in the order of the calls.
 
     The thread also waits for values that are still on a device. An error is raised by the next
@@ -75,16 +75,26 @@ class async_writer(Writer):  # noqa: N801
 
     >>> import pathlib, stepfold as sf, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
-    >>> writer = sf.writers.async_writer(sf.writers.jsonl_writer(path))
+    >>> writer = sf.writers.async_writer(sf.writers.jsonl(path))
     >>> writer.write_scalars(10, {"train/loss": 0.5})
     >>> writer.close()
     >>> path.read_text()
     '{"step": 10, "train/loss": 0.5}\n'
     """
+    _check_writer("writer", writer)
+    return AsyncWriter(writer, read_integer("depth", depth))
 
-    def __init__(self, writer: Any, *, depth: int = 256) -> None:
-        _check_writer("writer", writer)
-        self._writer, self._depth = writer, read_integer("depth", depth)
+
+# Seconds between two polls of the queue. Waking the thread at every call would cost the loop tens
+# of microseconds and, on a busy machine, sometimes milliseconds.
+_POLL_SECONDS = 0.02
+
+
+class AsyncWriter(Writer):
+    """The writer of `async_writer`."""
+
+    def __init__(self, writer: Any, depth: int) -> None:
+        self._writer, self._depth = writer, depth
         self.shows_progress = bool(getattr(writer, "shows_progress", False))
         self.takes_earlier_steps = bool(getattr(writer, "takes_earlier_steps", False))
         self._calls: deque[tuple[str, tuple[Any, ...], threading.Event]] = deque()
@@ -187,8 +197,8 @@ def log_to(
     histograms, call `write_images`, `write_texts` and `write_histograms` of the same writer in a
     hook.
 
-    A run that does not resume moves the files of `jsonl_writer` and `csv_writer` to a folder
-    `previous-1` and so on next to them, with a warning, if they have rows of later steps.
+    A run that does not resume moves the files of `sf.writers.jsonl` to a folder `previous-1` and so
+    on next to them, with a warning, if they have rows of later steps.
 
     Args:
       writer: an object with a method `write_scalars(step, numbers by name)`. `resume`, `flush` and
@@ -199,7 +209,7 @@ def log_to(
       name: the key of its state in a checkpoint, for two sinks of this kind.
 
     >>> import stepfold as sf
-    >>> sink = sf.log_to(sf.writers.console_writer(), every=20)
+    >>> sink = sf.log_to(sf.writers.console(), every=20)
     >>> state = sink.init
     >>> for step in (10, 20, 30):
     ...     state = sink.write(state, sf.Event(step, None, {"train/loss": step / 10}, None))
@@ -207,7 +217,7 @@ def log_to(
     """
     check_flags(everywhere=everywhere)
     if not callable(getattr(writer, "write_scalars", None)) or isinstance(writer, type):
-        got, advice = tree.describe_value(writer), "sf.writers.jsonl_writer(path) is one"
+        got, advice = tree.describe_value(writer), "sf.writers.jsonl(path) is one"
         refuse("log_to", "a writer with write_scalars(step, metrics)", got, advice)
     steps = None if every is None else read_integer("log_to: every", every)
     return WriterSink(writer, steps, everywhere=everywhere, name=name)
@@ -228,7 +238,7 @@ class WriterSink(Sink):
         self._errors: list[BaseException] = []
         # An `async_writer` is thread-safe, and a lock would stall the loop while it is flushed.
         self._lock: AbstractContextManager[Any] = (
-            nullcontext() if isinstance(writer, async_writer) else threading.Lock()
+            nullcontext() if isinstance(writer, AsyncWriter) else threading.Lock()
         )
 
     @property

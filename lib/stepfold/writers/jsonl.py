@@ -19,7 +19,7 @@ from stepfold.writers import base
 _START = b'{"step": '  # of each line
 
 
-class jsonl_writer(base.FileWriter):  # noqa: N801
+def jsonl(path: base.PathLike, *, csv: bool | base.PathLike | None = False) -> base.Writer:
     r"""Write JSON lines, one for each step: `{"step": 10, "train/loss": 0.5}`.
 
     Names keep the order of their first write. Floats round-trip exactly; NaN and inf are written
@@ -31,26 +31,47 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
     if the process is killed, and durable after `flush`. Rows that a full disk refuses raise an
     error and are written before the next row. An existing file is continued; a line that a kill
     left incomplete is removed, and so are the NUL bytes that a power loss leaves, with a warning.
-    When the writer is closed, a file `csv` is derived from the lines.
+
+    With `csv`, a CSV file with a column for each metric is derived from the lines at `flush` and
+    `close`. It has numbers only.
+
+    Args:
+      path: the file of the lines.
+      csv: the path of the CSV file. With True, the CSV of `metrics.jsonl` is `metrics.csv`; a
+        `path` that does not end in `.jsonl` is that of the CSV, and the lines are in `path` +
+        ``.jsonl``.
 
     >>> import pathlib, stepfold as sf, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
-    >>> writer = sf.writers.jsonl_writer(path)
+    >>> writer = sf.writers.jsonl(path, csv=True)
     >>> writer.write_scalars(20, {"train/loss": 0.25})
     >>> writer.write_scalars(20, {"eval/loss": 0.5})
+    >>> writer.close()
     >>> path.read_text()
     '{"step": 20, "train/loss": 0.25, "eval/loss": 0.5}\n'
+    >>> path.with_suffix(".csv").read_text()
+    'step,train/loss,eval/loss\n20,0.25,0.5\n'
     """
+    if csv is not True:
+        return JsonlWriter(path, None if csv is False else csv)
+    path = base.check_path("jsonl", path)
+    if path.suffix == ".jsonl":
+        return JsonlWriter(path, path.with_suffix(".csv"))
+    return JsonlWriter(f"{path}.jsonl", path)
 
-    def __init__(self, path: base.PathLike, *, csv: base.PathLike | None = None) -> None:
-        super().__init__(base.check_path("jsonl_writer", path))
-        self._csv = None if csv is None else base.check_path("jsonl_writer: csv", csv)
+
+class JsonlWriter(base.FileWriter):
+    """The writer of `jsonl`."""
+
+    def __init__(self, path: base.PathLike, table: base.PathLike | None = None) -> None:
+        super().__init__(base.check_path("jsonl", path))
+        self._table = None if table is None else base.check_path("jsonl: csv", table)
         self._last_line, self._last_step, self._start = b"", -1, 0
         self._pending: list[tuple[int, dict[str, Any]]] = []  # rows that could not be written
 
     @property
     def _files(self) -> Sequence[Path]:
-        return [self._path, *([] if self._csv is None else [self._csv])]
+        return [self._path, *([] if self._table is None else [self._table])]
 
     def _write(self, step: int, values: Mapping[str, base.Value]) -> None:
         if "step" in values:
@@ -86,13 +107,12 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
     def flush(self) -> None:
         self._write_pending()
         super().flush()
+        if self._file is not None:
+            self._derive_table()
 
-    def close(self) -> None:
-        """Flush, close the file and derive the CSV. A later write opens the file again."""
-        is_used = self._file is not None or bool(self._pending)
-        super().close()
-        if is_used and self._csv is not None:
-            write_csv(self._path, self._csv)
+    def _derive_table(self) -> None:
+        if self._table is not None:
+            write_csv(self._path, self._table)
 
     def _write_pending(self) -> None:
         while self._pending:
@@ -121,12 +141,12 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
                 RuntimeWarning,
             )
             self._close_file()
+        elif self._file is None and self._table is not None:
+            self._check_table(self._table)
         if self._file is None:
             with base.explain_os_errors(self._path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 _check_kind(self._path, _START)
-                if self._csv is not None:
-                    _check_kind(self._csv, b"step,")
                 file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             try:
                 self._truncate(file)
@@ -135,6 +155,14 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
                 raise
             self._file = file
         return self._file
+
+    def _check_table(self, table: Path) -> None:
+        _check_kind(table, b"step,")
+        if table.exists() and not self._path.exists():
+            raise ConfigError(
+                f"jsonl: {table} is there without {self._path}, from which it is derived; move the "
+                "table away, or give another path"
+            )
 
     def _truncate(self, file: int, last: float = math.inf) -> None:
         """Remove an incomplete last line, and those of steps after the last to keep."""
@@ -152,10 +180,24 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
             )
 
 
-class RunWriter(jsonl_writer):
+class RunWriter(JsonlWriter):
     """Write the `metrics.jsonl` of a run, in which a row of an earlier step may come later."""
 
     takes_earlier_steps = True
+
+    def flush(self) -> None:
+        """Flush the lines alone; the table is derived when the run ends."""
+        self._write_pending()
+        base.FileWriter.flush(self)
+
+    def close(self) -> None:
+        is_used = self._file is not None or bool(self._pending)
+        super().close()
+        if is_used:
+            self._derive_table()
+
+    def _check_table(self, table: Path) -> None:
+        _check_kind(table, b"step,")
 
     def _write_earlier(self, step: int, row: dict[str, Any], last: int) -> None:  # noqa: ARG002
         """Replace the file by one that has the row in its place."""
@@ -178,49 +220,10 @@ class RunWriter(jsonl_writer):
         self._open()
 
 
-class csv_writer(jsonl_writer):  # noqa: N801
-    r"""Write the numbers of each step as a row of a CSV file, with a column for each metric.
-
-    The CSV file is derived at `flush` and `close` from JSON lines, which are written to `path` +
-    ``.jsonl`` as by `jsonl_writer`. So a kill loses nothing: the next writer for the same path
-    continues from there. Texts, histograms, images and hyper-parameters are in the JSON lines only.
-
-    >>> import pathlib, stepfold as sf, tempfile
-    >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.csv"
-    >>> writer = sf.writers.csv_writer(path)
-    >>> writer.write_scalars(10, {"train/loss": 0.5})
-    >>> writer.close()
-    >>> path.read_text()
-    'step,train/loss\n10,0.5\n'
-    """
-
-    def __init__(self, path: base.PathLike) -> None:
-        self._table = base.check_path("csv_writer", path)
-        super().__init__(f"{self._table}.jsonl")
-
-    @property
-    def _files(self) -> Sequence[Path]:
-        return [*super()._files, self._table]
-
-    def flush(self) -> None:
-        super().flush()
-        write_csv(self._path, self._table)
-
-    def _open(self) -> int:
-        if self._file is None:
-            _check_kind(self._table, b"step,")
-            if self._table.exists() and not self._path.exists():
-                raise ConfigError(
-                    f"csv_writer: {self._table} is there without {self._path}, from which it is "
-                    "derived; move the table away, or give another path"
-                )
-        return super()._open()
-
-
 def read_rows(
     path: base.PathLike, until: float = math.inf
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield steps and their numbers from a `jsonl_writer` file, if it exists, up to a step."""
+    """Yield steps and their numbers from a file of `jsonl`, if it exists, up to a step."""
     path = Path(path)
     if path.exists():
         with _open_regular(path) as file:
@@ -234,7 +237,7 @@ def read_rows(
 
 
 def has_rows(path: Path) -> bool:
-    """Whether a file is one of `jsonl_writer`, by its first bytes or its name."""
+    """Whether a file is one of `jsonl`, by its first bytes or its name."""
     if path.suffix == ".jsonl" or not path.is_file():
         return path.suffix == ".jsonl"
     with _open_regular(path) as file:
@@ -242,7 +245,7 @@ def has_rows(path: Path) -> bool:
 
 
 def last_step(path: base.PathLike) -> int | None:
-    """Return the last step in a `jsonl_writer` file, or None; reads only the end of the file."""
+    """Return the last step in a file of `jsonl`, or None; reads only the end of the file."""
     path = Path(path)
     if not path.exists():
         return None
@@ -251,7 +254,7 @@ def last_step(path: base.PathLike) -> int | None:
 
 
 def write_csv(jsonl_path: base.PathLike, csv_path: base.PathLike) -> None:
-    """Replace a CSV file atomically by the numbers in a `jsonl_writer` file, if that exists.
+    """Replace a CSV file atomically by the numbers in a file of `jsonl`, if that exists.
 
     Columns are in order of first appearance, and a cell without a value is empty. Floats
     round-trip exactly; NaN and inf are `nan`, `inf` and `-inf`.
@@ -289,7 +292,7 @@ def _parse(path: Path, line: bytes) -> tuple[int, dict[str, Any]]:
     step = row.pop("step", None) if isinstance(row, dict) else None
     if not is_count(step):
         expected, got = f'{path} to hold lines like {{"step": 10, …}}', repr(line[:60])
-        refuse("jsonl_writer", expected, got, "correct it, or give another path")
+        refuse("jsonl", expected, got, "correct it, or give another path")
     return step, dict(row)
 
 

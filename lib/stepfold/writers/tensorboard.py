@@ -17,7 +17,7 @@ from stepfold.core.validation import read_integer
 from stepfold.writers import base
 
 
-class tensorboard_writer(base.FileWriter):  # noqa: N801
+def tensorboard(folder: base.PathLike) -> base.Writer:
     """Write event files into a folder, to be shown by `tensorboard --logdir folder`.
 
     TensorBoard keeps numbers in single precision. Elements of arrays that are not finite are
@@ -29,16 +29,18 @@ class tensorboard_writer(base.FileWriter):  # noqa: N801
 
     >>> import pathlib, stepfold as sf, tempfile
     >>> folder = pathlib.Path(tempfile.mkdtemp())
-    >>> writer = sf.writers.tensorboard_writer(folder)
+    >>> writer = sf.writers.tensorboard(folder)
     >>> writer.write_scalars(10, {"train/loss": 0.5})
     >>> writer.close()
     >>> len(list(folder.glob("events.out.tfevents.*")))
     1
     """
+    base.require("tensorboardX", "tensorboard", "tensorboard")
+    return TensorboardWriter(base.check_path("tensorboard", folder, "folder"))
 
-    def __init__(self, folder: base.PathLike) -> None:
-        base.require("tensorboardX", "tensorboard_writer", "tensorboard")
-        super().__init__(base.check_path("tensorboard_writer", folder, "folder"))
+
+class TensorboardWriter(base.FileWriter):
+    """The writer of `tensorboard`."""
 
     def _write(self, step: int, values: Mapping[str, base.Value]) -> None:
         from tensorboardX.proto.summary_pb2 import Summary

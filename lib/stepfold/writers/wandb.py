@@ -2,12 +2,41 @@
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from stepfold.errors import ConfigError
-from stepfold.writers.base import ConvertingWriter, Histogram, Value, require
+from stepfold.errors import ConfigError, refuse
+from stepfold.tree import describe_value
+from stepfold.writers.base import ConvertingWriter, Histogram, Value, Writer, require
+
+
+def wandb(*, library: Literal["wandb", "trackio"] = "wandb", **options: Any) -> Writer:
+    """Write to a run of Weights & Biases, or of trackio, which has the same functions.
+
+    The first write calls `wandb.init(**options)` or `trackio.init(**options)`, so every process may
+    make a writer; `close` finishes the run.
+
+    W&B writes online or offline. Its calls take milliseconds: use `async_writer` to keep them off
+    the loop. It holds back the values of a step until the next step or `close`, and `flush` cannot
+    change that. It ignores steps of a resumed run that it already has.
+
+    trackio keeps its data on this machine. Without `space_id` and `server_url` it needs no network:
+    it writes a SQLite database in the folder `TRACKIO_DIR` of the environment, by default
+    ```~/.cache/huggingface/trackio```. `trackio show` shows it. A thread of trackio writes at short
+    intervals, and `flush` does not wait for it. Several images are called `name/0`, `name/1`, ….
+    Steps that a resumed run repeats are there twice.
+
+    >>> import stepfold as sf
+    >>> writer = sf.writers.wandb(project="digits", mode="offline", id="a1", resume="allow")
+    >>> writer.close()  # nothing was written, so no run was started
+    >>> writer = sf.writers.wandb(library="trackio", project="digits", name="a1", resume="allow")
+    >>> writer.close()
+    """
+    if library not in ("wandb", "trackio"):
+        refuse("library", "'wandb' or 'trackio'", describe_value(library))
+    require(library, library, library)
+    return (WandbWriter if library == "wandb" else TrackioWriter)(options)
 
 
 class _RunWriter(ConvertingWriter):
@@ -15,8 +44,7 @@ class _RunWriter(ConvertingWriter):
 
     _package: str
 
-    def __init__(self, **options: Any) -> None:
-        require(self._package, type(self).__name__, self._package)
+    def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
         self._run: Any = None
         self._is_closed = False
@@ -52,7 +80,7 @@ class _RunWriter(ConvertingWriter):
         if self._is_closed:
             identity = "id" if self._package == "wandb" else "name"
             raise ConfigError(
-                f"{type(self).__name__}: write after close(), which finished the run; make another "
+                f"{self._package}: write after close(), which finished the run; make another "
                 f"writer, with {identity}=… and resume='must' to continue this run"
             )
         if self._run is None:
@@ -60,19 +88,8 @@ class _RunWriter(ConvertingWriter):
         return self._run
 
 
-class wandb_writer(_RunWriter):  # noqa: N801
-    """Write to a run of Weights & Biases, online or offline.
-
-    The first write calls `wandb.init(**options)`, so every process may make a writer; `close`
-    finishes the run. Calls of W&B take milliseconds: use `async_writer` to keep them off the loop.
-
-    W&B holds back the values of a step until the next step or `close`, and `flush` cannot change
-    that. It ignores steps of a resumed run that it already has.
-
-    >>> import stepfold as sf
-    >>> writer = sf.writers.wandb_writer(project="digits", mode="offline", id="a1", resume="allow")
-    >>> writer.close()  # nothing was written, so no run was started
-    """
+class WandbWriter(_RunWriter):
+    """The writer of `wandb`."""
 
     _package = "wandb"
 
@@ -80,21 +97,8 @@ class wandb_writer(_RunWriter):  # noqa: N801
         self._get_run().config.update(settings, allow_val_change=True)
 
 
-class trackio_writer(_RunWriter):  # noqa: N801
-    """Write to a run of trackio, a tracker that keeps its data on this machine.
-
-    The first write calls `trackio.init(**options)`, so every process may make a writer; `close`
-    finishes the run. Without `space_id` and `server_url` it needs no network: trackio writes a
-    SQLite database in the folder `TRACKIO_DIR` of the environment, by default
-    ```~/.cache/huggingface/trackio```. `trackio show` shows it.
-
-    A thread of trackio writes at short intervals, and `flush` does not wait for it. Several images
-    are called `name/0`, `name/1`, …. Steps that a resumed run repeats are there twice.
-
-    >>> import stepfold as sf
-    >>> writer = sf.writers.trackio_writer(project="digits", name="a1", resume="allow")
-    >>> writer.close()  # nothing was written, so no run was started
-    """
+class TrackioWriter(_RunWriter):
+    """The writer of `wandb` for trackio."""
 
     _package = "trackio"
 

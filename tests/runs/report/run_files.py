@@ -28,7 +28,7 @@ def attempt(**options):
 
 
 def write_metrics(folder, rows):
-    """Write rows of metrics by step, as `jsonl_writer` does."""
+    """Write rows of metrics by step, as `sf.writers.jsonl` does."""
     folder.mkdir(exist_ok=True)
     lines = [json.dumps({"step": step, **row}) + "\n" for step, row in rows.items()]
     (folder / "metrics.jsonl").write_text("".join(lines))

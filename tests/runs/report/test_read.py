@@ -28,7 +28,7 @@ def path(tmp_path):
 
 def test_a_growing_file_is_read_as_the_writer_leaves_it(path):
     """The writer replaces the last line by one that has more, and a resume drops lines."""
-    writer = sf.writers.jsonl_writer(path)
+    writer = sf.writers.jsonl(path)
     for step in range(10, 60, 10):
         writer.write_scalars(step, {"train/loss": step / 4})
         assert read(path) == {"train/loss": [(n, n / 4) for n in range(10, step + 1, 10)]}

@@ -81,7 +81,7 @@ def read_run_data(path: Path, *, remote: bool = True) -> RunData:
 
 
 def read_metrics_file(path: Path) -> tuple[dict[str, CurveArrays], dict[str, Any], int]:
-    """Read a `jsonl_writer` file: curves, hyper-parameters, and the number of damaged lines.
+    """Read a file of `sf.writers.jsonl`: curves, hyper-parameters, and the number of damaged lines.
 
     A last line that is still being written is left out. Without a file, all are empty.
     """
@@ -100,7 +100,7 @@ def read_metrics_file(path: Path) -> tuple[dict[str, CurveArrays], dict[str, Any
 def read_curves(
     file: BinaryIO, until: float = math.inf, name: str | None = None
 ) -> tuple[dict[str, CurveArrays], int]:
-    """Read the curves of a `jsonl_writer` file up to a step, or one of them; count damaged lines.
+    """Read the curves of a `metrics.jsonl` up to a step, or one of them; count damaged lines.
 
     For one curve only the lines that have its name are parsed.
     """
