@@ -16,7 +16,7 @@ from stepfold.hooks.progress import DefaultProgress
 
 LIB = str(Path(sf.__file__).parent)
 # Functions, files, and classes beyond those that the step, the state and the batches hold.
-MOST = {"plain": (191, 26, 18), "everything": (507, 58, 35)}
+MOST = {"plain": (188, 26, 18), "everything": (508, 59, 35)}
 NAMELESS = ("<module>", "<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
 
