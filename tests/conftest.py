@@ -25,7 +25,7 @@ from xdist.workermanage import WorkerController
 
 TESTS = Path(__file__).parent
 SLOW = ("test_examples.py", "test_guide.py", "test_benchmarks.py")
-LONG = ("test_random_runs.py", "test_kills.py", "test_evaluating_elsewhere.py")
+LONG = ("test_random_runs.py", "test_kills.py", "test_evaluating_remotely.py")
 
 # A process that a shell starts in the background ignores SIGINT, and so do its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)

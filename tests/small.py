@@ -14,7 +14,8 @@ import optax
 import pytest
 
 import stepfold as sf
-from stepfold.loop.hook import Hooks, as_hook
+from stepfold.hooks.objects import as_hook
+from stepfold.loop.hook import Hooks
 
 TX = optax.sgd(0.1)
 

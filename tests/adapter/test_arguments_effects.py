@@ -16,7 +16,7 @@ from tests.small import ones
 import stepfold as sf
 from stepfold import adapter as adapter
 from stepfold.adapter import TrainingArguments, from_arguments, loading, run, setup
-from stepfold.loop.hook import as_hook
+from stepfold.hooks.objects import as_hook
 
 FIELDS = [field.name for field in dataclasses.fields(TrainingArguments)]
 PARAMS = {"embed": ones((4, 4)), "w": ones((4, 4))}

@@ -8,7 +8,7 @@ import pytest
 
 import stepfold as sf
 from stepfold.adapter import Trainer, TrainerConfigureDataloaderOutput
-from stepfold.loop.hook import BaseHook
+from stepfold.hooks.objects import BaseHook
 
 from . import digits
 

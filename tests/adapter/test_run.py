@@ -113,8 +113,8 @@ def test_the_best_may_be_by_another_evaluation(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*since no live process makes it")
-def test_an_evaluation_elsewhere_is_logged_when_its_result_arrives(tmp_path):
-    item = sf.Evaluation(lambda state: {"one": 1.0}, every=5, name="other", elsewhere=True)
+def test_a_remote_evaluation_is_logged_when_its_result_arrives(tmp_path):
+    item = sf.Evaluation(lambda state: {"one": 1.0}, every=5, name="other", remote=True)
 
     class Logged(Trainer):
         seen = ()

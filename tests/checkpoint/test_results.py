@@ -119,7 +119,7 @@ def test_a_step_that_awaits_an_evaluation_is_kept_until_it_was_read(location):
     with sf.Checkpoints(location, keep=1, async_=False) as series:
         series.save({"w": jnp.ones(2)}, step=5)
         assert series.steps() == [2, 5]
-        series.evaluated = {}  # no evaluation elsewhere any more
+        series.evaluated = {}  # no remote evaluation any more
         series.save({"w": jnp.ones(2)}, step=6)
         assert series.steps() == [6]
 

@@ -15,15 +15,14 @@ import pytest
 from stepfold.cluster import voting as voting_module
 from stepfold.cluster.voting import Voting
 from stepfold.loop.events import GoBack, Stop
-from stepfold.loop.inbox import Inbox, WaitInterrupted
+from stepfold.loop.inbox import Inbox, WaitInterrupted, handle_signals
 from stepfold.loop.run import Kind, Request, Requests, Run, make_hook_request
-from stepfold.loop.signals import Signals
 
 
 def handler(inbox=None):
     """Make the signal handlers of a run, and the inbox that they ask."""
     inbox = inbox or Inbox()
-    return Signals(inbox), inbox
+    return lambda: handle_signals(inbox), inbox
 
 
 def at(step, run=None):
@@ -56,17 +55,17 @@ def handled_by(number, handler):
 def test_a_signal_is_kept_and_the_handlers_are_put_back(number, before):
     with handled_by(number, before):
         signals, inbox = handler()
-        with contextlib.suppress(OSError), signals.handle():
+        with contextlib.suppress(OSError), signals():
             assert inbox.signal is None
             os.kill(os.getpid(), number)
-            assert inbox.signal is agreed(inbox.hear(at(1))) is number
+            assert inbox.signal is agreed(inbox.poll_votes(at(1))) is number
             raise OSError
         assert signal.getsignal(number) is before
 
 
 def test_a_second_one_leaves_at_once(number):
     signals, inbox = handler()
-    with signals.handle():
+    with signals():
         os.kill(os.getpid(), number)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -77,7 +76,7 @@ def test_a_thread_of_its_own_watches_nothing():
     found = []
 
     def work():
-        with handler()[0].handle():
+        with handler()[0]():
             found.append(signal.getsignal(signal.SIGINT))
 
     before = signal.getsignal(signal.SIGINT)
@@ -95,7 +94,7 @@ def test_waiting_is_interrupted(number):
         os.kill(os.getpid(), number)
         time.sleep(10)
 
-    with signals.handle(), pytest.raises(WaitInterrupted):
+    with signals(), pytest.raises(WaitInterrupted):
         wait()
 
 
@@ -154,8 +153,8 @@ def others(monkeypatch):
 def agreed_on(stop):
     inbox, run = Voting(), at(1)
     if stop is not None:
-        run = inbox.ask(run, make_hook_request(stop, 1, 1))
-    request = inbox.settle(run).requests.due(1)
+        run = inbox.propose(run, make_hook_request(stop, 1, 1))
+    request = inbox.vote_now(run).requests.due(1)
     return request and request.reason
 
 
@@ -171,27 +170,27 @@ def test_several_processes_stop_if_one_has_a_reason_or_is_signalled(others):
 def test_corruption_in_one_process_outranks_a_spike_in_another(others):
     others[0][1] = Kind.CORRUPTION
     inbox = Voting()
-    run = inbox.settle(inbox.ask(at(1), make_hook_request(GoBack(why="a spike"), 1, 1)))
+    run = inbox.vote_now(inbox.propose(at(1), make_hook_request(GoBack(why="a spike"), 1, 1)))
     assert run.requests.due(1).kind is Kind.CORRUPTION
 
 
 def test_the_signal_of_another_process_is_no_first_one_of_this(others, number):
     others[0][0] = int(number)
     signals, inbox = handler(Voting())
-    inbox.settle(at(1))
-    with signals.handle():
+    inbox.vote_now(at(1))
+    with signals():
         os.kill(os.getpid(), number)
     assert not inbox.leaves_at_once
 
 
 def test_a_signal_during_a_vote_counts_in_the_next(others, number):
     signals, inbox = handler(Voting())
-    with signals.handle():
-        inbox.hear(at(1))
+    with signals():
+        inbox.poll_votes(at(1))
         signal.raise_signal(number)
-        run = inbox.hear(at(2))  # reads the first votes
+        run = inbox.poll_votes(at(2))  # reads the first votes
         assert (inbox.signal, agreed(run)) == (number, None)
-        run = inbox.hear(at(3))
+        run = inbox.poll_votes(at(3))
     assert agreed(run) is number
 
 
@@ -204,8 +203,8 @@ def steps_of_votes(monkeypatch, others, seconds, last, visits=()):
         now[0] += 1e-3
         others[0][2] = int(seconds * 1e6)
         before = inbox._votes
-        hear = inbox.hear_after_visit if step in visits else inbox.hear
-        hear(at(step))
+        poll = inbox.poll_votes_after_visit if step in visits else inbox.poll_votes
+        poll(at(step))
         if inbox._votes is not before:
             steps.append(step)
     return steps
@@ -230,11 +229,11 @@ def test_sigusr1_requests_saves_unless_the_program_handles_it_and_stops_nothing(
     with handled_by(signal.SIGUSR1, before):
         signals, inbox = handler()
         inbox.is_waiting = True  # which only a signal to stop interrupts
-        with signals.handle():
-            assert not inbox.hear(at(1)).requests
+        with signals():
+            assert not inbox.poll_votes(at(1)).requests
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGUSR1)
-            kinds = [request.kind for request in inbox.hear(at(1)).requests]
+            kinds = [request.kind for request in inbox.poll_votes(at(1)).requests]
             assert kinds == ([] if inspect.isfunction(before) else [Kind.SAVE])
             assert inbox.signal is None
         assert signal.getsignal(signal.SIGUSR1) is before
@@ -242,7 +241,7 @@ def test_sigusr1_requests_saves_unless_the_program_handles_it_and_stops_nothing(
 
 def saves(inbox, steps):
     """Vote at each step, and return the steps at which the processes agree on a save."""
-    return [step for step in steps if inbox.hear(at(step)).requests.has(Kind.SAVE)]
+    return [step for step in steps if inbox.poll_votes(at(step)).requests.has(Kind.SAVE)]
 
 
 def test_several_processes_save_once_for_each_request_of_one(others):
@@ -260,6 +259,6 @@ def test_a_request_in_a_vote_that_is_not_read_is_part_of_the_next(others):
     others[0][2] = 10_000_000
     inbox = Voting()
     inbox.notify(Request(Kind.SAVE))
-    assert not inbox.hear(at(1)).requests
-    run = inbox.settle(at(1))  # drops the vote of step 1
+    assert not inbox.poll_votes(at(1)).requests
+    run = inbox.vote_now(at(1))  # drops the vote of step 1
     assert run.requests.has(Kind.SAVE)

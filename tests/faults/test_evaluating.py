@@ -27,7 +27,7 @@ def numbers(state):
     return sf.evaluate(small.EVAL_STEP, state, batches)
 
 
-def trains(folder, checkpoints, elsewhere, environ, pause):
+def trains(folder, checkpoints, remote, environ, pause):
     """Train; print the curves, the best step and the rows."""
     from tests import small
 
@@ -35,7 +35,7 @@ def trains(folder, checkpoints, elsewhere, environ, pause):
     result = sf.fit(
         small.STEP, small.start(), small.batches(), steps=STEPS, run_dir=folder, log_every=2,
         checkpoints=sf.Checkpoints(checkpoints, every=5, keep=1, best="eval/loss"),
-        evaluation=sf.Evaluation(numbers, every=EVERY, elsewhere=elsewhere),
+        evaluation=sf.Evaluation(numbers, every=EVERY, remote=remote),
         hooks=lambda event: time.sleep(pause),
     )  # fmt: skip
     curves = {name: (curve.steps, list(curve)) for name, curve in result.history.items()}

@@ -9,8 +9,9 @@ from tests.runs.runs import Cut, cut_at
 from tests.small import STEP, Shown, batches, start
 
 import stepfold as sf
+from stepfold.hooks.objects import from_object
 from stepfold.loop.events import Event
-from stepfold.loop.hook import Hook, Sink, from_object
+from stepfold.loop.hook import Hook, Sink
 
 EPOCH = 4  # steps
 

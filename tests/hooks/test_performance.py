@@ -11,9 +11,9 @@ import pytest
 from tests.small import STEP, Shown, full_but, start
 
 import stepfold as sf
+from stepfold.hooks.objects import as_hook
 from stepfold.hooks.performance import memory_use, pace_after, profile, throughput
 from stepfold.loop.events import Event
-from stepfold.loop.hook import as_hook
 
 BATCH = {"step": np.array(3), "x": np.zeros((8, 16))}
 

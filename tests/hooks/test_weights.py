@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import stepfold as sf
+from stepfold.hooks.objects import as_hook
 from stepfold.hooks.weights import weight_statistics
 from stepfold.loop.events import Event
-from stepfold.loop.hook import as_hook
 
 
 def event(params, step=10):

@@ -16,8 +16,9 @@ import pytest
 from tests.small import full_but
 
 import stepfold as sf
+from stepfold.hooks.objects import BaseHook
 from stepfold.loop.feed import BatchFeed
-from stepfold.loop.hook import BaseHook, Hooks
+from stepfold.loop.hook import Hooks
 from stepfold.loop.intervals import Steps
 from stepfold.loop.run import Kind, Request, Run
 from stepfold.runs import rollback

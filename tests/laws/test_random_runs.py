@@ -21,7 +21,7 @@ from stepfold.loop import run as run_module
 from stepfold.loop.hook import Hooks
 from stepfold.loop.intervals import intervals_from_json
 from stepfold.loop.run import Run
-from stepfold.loop.schedule import Plan
+from stepfold.loop.schedule import Schedule
 from stepfold.runs import resume as resume_module
 
 pytestmark = pytest.mark.not_optimized
@@ -360,21 +360,21 @@ def test_a_run_that_once_differed(name):
 
 def is_log_point_late(monkeypatch):
     late = lambda self, step: step == self.total or (step > 1 and (step - 1) % self.log_every == 0)
-    monkeypatch.setattr(Plan, "is_log_point", late)
+    monkeypatch.setattr(Schedule, "is_log_point", late)
 
 
 def evaluation_is_lost_at_a_resume(monkeypatch):
-    due, begun = Plan.evaluates, resume_module.continue_from
+    due, begun = Schedule.evaluates, resume_module.continue_from
 
     def lossy(self, evaluation, step, began):
         return step not in (began, self.lost) and due(self, evaluation, step, began)
 
     def begin(session, restored, *args):
-        monkeypatch.setattr(Plan, "lost", restored.step)
+        monkeypatch.setattr(Schedule, "lost", restored.step)
         return begun(session, restored, *args)
 
-    monkeypatch.setattr(Plan, "lost", None, raising=False)
-    monkeypatch.setattr(Plan, "evaluates", lossy)
+    monkeypatch.setattr(Schedule, "lost", None, raising=False)
+    monkeypatch.setattr(Schedule, "evaluates", lossy)
     monkeypatch.setattr(resume_module, "continue_from", begin)
 
 

@@ -1,4 +1,4 @@
-"""The batches of a run: how many there are, their position, and which are read again or kept."""
+"""The batches of a run: how many there are, their position, and which are kept."""
 
 import itertools
 import time
@@ -10,7 +10,7 @@ import pytest
 from tests.small import STEP, start
 
 import stepfold as sf
-from stepfold.loop.feed import BatchFeed, DataPosition, reread
+from stepfold.loop.feed import BatchFeed
 
 
 def taken(feed, limit=100):
@@ -243,26 +243,6 @@ def test_a_run_keeps_no_batches_of_earlier_log_points():
     assert max(alive) <= 12
 
 
-def test_batches_are_read_again_and_left_where_they_were():
-    batches = sf.batches(np.arange(20), 1)
-    for _ in range(8):
-        next(batches)
-    with reread(batches, DataPosition(3, batches.state_at(3)), began=0) as again:
-        assert [int(next(again)[0]) for _ in range(2)] == [3, 4]
-    assert int(next(batches)[0]) == 8
-    with reread([10, 11, 12], DataPosition(4, None), began=0) as again:
-        assert [next(again) for _ in range(3)] == [11, 12, 10]
-
-
-def test_batches_are_read_again_across_the_end_of_an_epoch():
-    batches = Counting(3)
-    feed = BatchFeed(batches, epochs=3)
-    for _ in range(2):
-        feed.next_batch(0)
-    with reread(batches, feed.mark(2, 2), began=0) as again:
-        assert [*again] == [2, 0, 1, 2, 0, 1, 2]
-
-
 def test_the_batches_left_of_a_list_are_those_of_all_epochs():
     feed = BatchFeed([1, 2, 3], epochs=3)
     left = []
@@ -270,12 +250,3 @@ def test_the_batches_left_of_a_list_are_those_of_all_epochs():
         feed.next_batch(step)
         left.append(feed.batches_left(step + 1))
     assert left == [8, 7, 6, 5, 4, 3, 2, 1, 0]
-
-
-def test_what_cannot_be_read_again_is_refused():
-    words = "batches: expected a list, or batches with get_state and set_state, .* got generator"
-    with (
-        pytest.raises(sf.errors.DataError, match=words),
-        reread((x for x in "a"), DataPosition(0, None), 0),
-    ):
-        pass

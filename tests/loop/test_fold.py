@@ -2,6 +2,7 @@
 
 import math
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,7 @@ from stepfold.loop.fold import Setup, _replace, fold, stretch
 from stepfold.loop.hook import Hooks
 from stepfold.loop.inbox import Inbox
 from stepfold.loop.run import Kind, Request, Run
-from stepfold.loop.saves import Saves
-from stepfold.loop.schedule import Plan
+from stepfold.loop.schedule import Schedule
 from stepfold.loop.step_runner import StepRunner
 
 BATCHES = [{"x": np.full(4, i, np.float32)} for i in range(12)]
@@ -47,13 +47,14 @@ def setup_of(parts, *, total=None, steps_per_call=1):
     def step(state, batch):
         return state + batch["x"][0], {"loss": batch["x"][0]}
 
-    feed, plan, hooks = (
-        BatchFeed(BATCHES, steps_per_call=steps_per_call),
-        Plan(100, total),
-        Hooks([]),
+    return Setup(
+        schedule=Schedule(100, total),
+        runner=StepRunner(step),
+        feed=BatchFeed(BATCHES, steps_per_call=steps_per_call),
+        hooks=Hooks([]),
+        inbox=Inbox(),
+        parts=parts,
     )
-    saves = Saves(None, None, plan, feed, hooks, Inbox(), [], dict, lambda _: ())
-    return Setup(plan, StepRunner(step), feed, hooks, Inbox(), saves, parts=parts)
 
 
 def stretch_of(run, setup, until):
@@ -271,9 +272,9 @@ def test_a_run_is_described_in_a_line_however_long_an_interval_is():
     assert repr(seen[0].current) == "Steps(1500 calls, step=0)"
 
 
-def test_a_replacement_after_the_save_of_its_step_is_ignored_with_a_warning(monkeypatch):
+def test_a_replacement_after_the_save_of_its_step_is_ignored_with_a_warning():
     setup = setup_of([])
-    monkeypatch.setattr(setup.saves, "has_saved", lambda run: True)
+    setup.saves = SimpleNamespace(has_saved=lambda run: True)
     run = Run.start(np.float32(0), 0, 0, None, {})
     says = "^step 0: Replace ignored, since the step is already saved: no better$"
     with pytest.warns(UserWarning, match=says):

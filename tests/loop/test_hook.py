@@ -9,8 +9,9 @@ import pytest
 from tests.small import EVAL_STEP, STEP, Shown, batches, start
 
 import stepfold as sf
+from stepfold.hooks.objects import BaseHook, as_hook, from_object
 from stepfold.loop.events import Event, GoBack, Stop
-from stepfold.loop.hook import BaseHook, Hook, Hooks, Sink, as_hook, from_object
+from stepfold.loop.hook import Hook, Hooks, Sink
 
 EVENT = Event(10, None, {"train/loss": 2.0}, None)
 

@@ -529,7 +529,7 @@ def test_two_processes_change_the_weights_of_a_mixture_together(processes, tmp_p
         assert "expected the same replacements in every process, got" in one
 
 
-def fits_elsewhere(start, folder, is_elsewhere):
+def fits_with_evaluation(start, folder, is_remote):
     """Fit on two processes, and evaluate from a hook in both of them."""
     start()
     mesh, tx = sf.make_mesh(), optax.adam(1e-2)
@@ -556,12 +556,12 @@ def fits_elsewhere(start, folder, is_elsewhere):
         return sf.fit(
             sf.make_train_step(loss_fn, tx), init_sharded(init, tx, mesh),
             sf.batches(data, 16, seed=0), steps=12, log_every=2, hooks=hooks,
-            evaluation=sf.Evaluation(**options, every=4, elsewhere=is_elsewhere),
+            evaluation=sf.Evaluation(**options, every=4, remote=is_remote),
             checkpoints=sf.Checkpoints(folder, every=6, best="eval/loss", keep=2, async_=False),
         )  # fmt: skip
 
-    result = run(evaluates if is_elsewhere else ())
-    if is_elsewhere:
+    result = run(evaluates if is_remote else ())
+    if is_remote:
         item = sf.Evaluation(**options)
         found.append(sf.evaluate_run(folder, like, item, steps="all", follow=False))
         result = run()
@@ -572,8 +572,8 @@ def fits_elsewhere(start, folder, is_elsewhere):
 
 @pytest.mark.full
 def test_two_processes_read_what_two_processes_evaluate(processes, tmp_path):
-    whole = processes.run(fits_elsewhere, str(tmp_path / "whole"), False)
-    both = processes.run(fits_elsewhere, str(tmp_path / "run"), True)
+    whole = processes.run(fits_with_evaluation, str(tmp_path / "whole"), False)
+    both = processes.run(fits_with_evaluation, str(tmp_path / "run"), True)
     for one, text in zip(whole, both, strict=True):
         (*expected, _), (*seen, steps) = json.loads(one), json.loads(text)
         assert seen == expected

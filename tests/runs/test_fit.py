@@ -309,14 +309,14 @@ def test_a_long_run_without_a_hook_that_shows_progress_prints_lines(
 ):
     fit(hooks=hooks)  # a short one prints none
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr(progress_hooks, "_QUIET_SECONDS", -9.0)
+    monkeypatch.setattr(progress_hooks.DefaultProgress, "_quiet_seconds", -9.0)
     fit(hooks=[*hooks, lambda event: {"own": 0.25}])
     lines = [line[:23] for line in capfd.readouterr().err.splitlines()]
     assert lines == (["step 10 of 20  own 0.25", "step 20 of 20  own 0.25"] if is_shown else [])
 
 
 def test_the_average_in_lines_continues_at_a_resume(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(progress_hooks, "_QUIET_SECONDS", -9.0)
+    monkeypatch.setattr(progress_hooks.DefaultProgress, "_quiet_seconds", -9.0)
 
     def last_line(*steps):
         for n in steps:

@@ -150,7 +150,7 @@ def test_rows_after_a_stop_within_an_interval_are_not_kept(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*the run ends without:RuntimeWarning")  # nobody evaluates more
 def test_a_late_result_of_an_evaluation_may_come_before_a_row_that_waits(tmp_path):
-    item = sf.Evaluation(lambda state: {"one": 1.0}, every=LOG, name="other", elsewhere=True)
+    item = sf.Evaluation(lambda state: {"one": 1.0}, every=LOG, name="other", remote=True)
     options = {"evaluation": item, "log_every": 6}
     options["checkpoints"] = sf.Checkpoints(tmp_path / "checkpoints", every=50)
     with pytest.raises(Cut):

@@ -15,11 +15,12 @@ from stepfold.adapter.validation import check_list
 from stepfold.core.validation import read_integer
 from stepfold.data.epochs import EpochEnds
 from stepfold.errors import OutOfMemoryError, refuse
+from stepfold.hooks.objects import BaseHook
 from stepfold.hooks.progress import progress
 from stepfold.hooks.wrappers import add_sums, means_of, weighted_sum
 from stepfold.inspect.memory import is_exhausted
 from stepfold.loop.events import Event, Returned, Stop
-from stepfold.loop.hook import AnyHook, BaseHook, Hook, call_optional
+from stepfold.loop.hook import AnyHook, Hook, call_optional
 from stepfold.tree import describe_value
 
 
@@ -190,7 +191,7 @@ class TrainerHook(BaseHook):
 
     def __call__(self, event: Event) -> Mapping[str, float] | Stop | None:
         trainer = self._trainer
-        step = max(self._event_step, event.step)  # an evaluation elsewhere is of an earlier one
+        step = max(self._event_step, event.step)  # a remote evaluation is of an earlier one
         trainer.model_state, self._event_step = event.state, step
         if not (event.is_train or event.metrics):  # after a `save_pretrained`
             return None

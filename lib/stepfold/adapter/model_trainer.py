@@ -17,11 +17,11 @@ from stepfold.adapter.steps import call_evaluate
 from stepfold.core.loss import LossFn, mean
 from stepfold.core.state import TrainState
 from stepfold.errors import DataError, refuse, warn
+from stepfold.hooks.objects import BaseHook
 from stepfold.hooks.wrappers import NO_MEANS, add_event, epoch_means
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.events import Event
 from stepfold.loop.feed import check_batches
-from stepfold.loop.hook import BaseHook
 from stepfold.runs.fit import FitResult, fit
 
 # Models: callable pytrees

@@ -20,13 +20,14 @@ from stepfold.adapter.steps import Step, StepWithHooks, call_evaluate
 from stepfold.core.validation import absolute_path, takes_any_keyword
 from stepfold.data.epochs import EpochEnds
 from stepfold.errors import refuse, warn
+from stepfold.hooks.objects import BaseHook
 from stepfold.hooks.performance import memory_use
 from stepfold.hooks.stop import stop_early
 from stepfold.hooks.wrappers import callback, every
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.loop.evaluate import Evaluation, mesh_of
 from stepfold.loop.events import Event
-from stepfold.loop.hook import AnyHook, BaseHook
+from stepfold.loop.hook import AnyHook
 from stepfold.sharding.place import place_batch
 from stepfold.tree import describe_value
 

@@ -390,7 +390,7 @@ def rank_steps(store: Store, best: Any) -> list[int]:
         advice = f"save with metrics={{{best[0]!r}: …}}, or give the step"
         if missing := _find_missing(store, complete, best[0]):
             advice = (
-                f"the evaluations elsewhere of steps {', '.join(map(str, missing))} are missing: "
+                f"the remote evaluations of steps {', '.join(map(str, missing))} are missing: "
                 "make them with sf.evaluate_run, or give the step"
             )
     refuse(store.location, expected, got, advice, kind=CheckpointError)

@@ -1,22 +1,21 @@
-"""End all processes of a run if one has failed, or is alive but stuck.
+"""End all processes of a run if one fails or is stuck.
 
-An exception that leaves `fit` in one process alone leaves the others in a collective that no
-exception can end. So the process that it leaves says so, and the others print the error and end by
-a timer if they have not left within seconds. Before that they join jax's shutdown, for which that
-process waits at its exit.
+An exception in one process leaves the others in a collective that no exception can end. So that
+process publishes its error. The others print it, and end by a timer unless they leave within
+seconds. Before that they join jax's shutdown, for which the failed process waits at its exit.
 
 A process that is stuck in a batch, a hook or a file system still sends heartbeats, so the others
 wait for it forever, in a collective. Each process therefore publishes its `Position`. If no
 position has changed for some time, those that are behind are stuck: all processes count the same
 events in the same order, and whoever waits for another has counted more than it.
 
-A process that is stuck dumps the stacks of its threads and exits, by the timer of `faulthandler`:
-all processes keep restarting it, until they are found to be stuck. It needs no GIL, so it also ends
-a process in which a library holds that. The others wait in a collective that no exception can end,
-so they print the stacks of the stuck process and end by their own timers.
+A process that is stuck dumps the stacks of its threads and exits, by the timer of `faulthandler`.
+Each process restarts its own timer until it is found to be stuck. The timer needs no GIL, so it
+also ends a process in which a library holds the GIL. The others wait in a collective that no
+exception can end, so they print the stacks of the stuck process and end by their own timers.
 
-Positions tell nothing before a process has done its first step, since that compiles; nor if all are
-alike, while they evaluate, save or call hooks, since that may take long.
+Positions are ignored before a process has done its first step, since that compiles. They are also
+ignored if all are equal while the processes evaluate, save or call hooks, which may take long.
 """
 
 import faulthandler

@@ -25,9 +25,10 @@ from stepfold.debug.result import Cause, RunDiff
 from stepfold.debug.run_record import RunRecord
 from stepfold.errors import DataError, refuse
 from stepfold.internals.jax import without_dead_code
-from stepfold.loop.feed import DataPosition, reread
+from stepfold.loop.feed import DataPosition
 from stepfold.loop.step_runner import StepRunner
 from stepfold.runs.capsule import copy_arrays
+from stepfold.runs.reread import reread
 
 
 def replay_steps(

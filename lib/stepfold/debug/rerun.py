@@ -17,10 +17,10 @@ from stepfold.core.state import step_of, strengthen
 from stepfold.debug.bisect import Rows, find_bad_rows, nonfinite_inputs, without_rows
 from stepfold.errors import DataError, refuse
 from stepfold.inspect.compiled import CompiledStep
-from stepfold.loop.feed import reread
 from stepfold.loop.metrics import has_values, has_weights, per_step_values, per_step_weights
 from stepfold.loop.step_runner import StepRunner, unpack
 from stepfold.runs.capsule import Capsule, copy_arrays, read_capsule
+from stepfold.runs.reread import reread
 
 _RENAMED = {"said": "notes", "spoilt": "newly_nonfinite"}
 

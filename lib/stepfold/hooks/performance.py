@@ -14,10 +14,11 @@ import numpy as np
 from stepfold.core.processes import KeyValues
 from stepfold.core.validation import is_url, read_function, read_integer, read_positive
 from stepfold.errors import warn
+from stepfold.hooks.objects import from_object
 from stepfold.hooks.progress import pace_after
 from stepfold.inspect.peaks import mfu, peak_flops
 from stepfold.loop.events import Event
-from stepfold.loop.hook import Hook, Sink, from_object
+from stepfold.loop.hook import Hook, Sink
 from stepfold.writers.base import check_path
 
 _REPORT_SECONDS = 0.5  # between reports of `stragglers`, each of which takes about a millisecond

@@ -63,6 +63,7 @@ class Progress(Sink):
     """What `progress` returns; its state is the running average."""
 
     shows_progress = True
+    _quiet_seconds = 0.0  # at the start of a run; one that ends sooner opens and shows nothing
 
     def __init__(
         self,
@@ -76,26 +77,37 @@ class Progress(Sink):
         self._kind, self._metrics, self._file, self.name = kind, metrics, file, name
         self._average, self._over = average, over
         self.init = {"average": average, "sum": 0.0, "weight": 0.0, "last_train_step": None}
-        self._bar: _Bar | None = None  # of the run that is open
+        self._is_running = False
+        self._bar: _Bar | None = None  # from its first drawing, if it is quiet at first
         self._stream: _Stream | None = None
         self._pace: Pace | None = None
 
     def open(self, step: int, total: int | None, seen: int) -> None:  # noqa: ARG002
         if self._bar is not None:  # the run goes back
             self._bar.close()
+        self._bar = self._stream = self._pace = None
+        self._is_running, self._total = True, total
+        self._step = self._opened_step = step
+        self._opened_at = time.monotonic()
+        self._pending: dict[str, float] | None = None  # values that are not drawn yet
+        if self._quiet_seconds:
+            self._drawn_at = self._opened_at + self._quiet_seconds
+        else:
+            self._drawn_at = -math.inf
+            self._open_bar()
+
+    def _open_bar(self) -> "_Bar":
         default = sys.stdout if self._kind == "json" else sys.stderr
         file = self._file or (default if _is_open(default) else None)
-        self._bar, self._stream, self._pace = _HIDDEN, None, None
+        self._bar = _HIDDEN
         if file is not None and jax.process_index() == 0:
             self._stream = _Stream(file)
-            self._bar = _BARS[self._kind](self._stream, step, total)
+            self._bar = _BARS[self._kind](self._stream, self._step, self._total)
             self._check_stream()
-        self._step = self._opened_step = step
-        self._opened_at, self._drawn_at = time.monotonic(), -math.inf
-        self._pending: dict[str, float] | None = None  # values that are not drawn yet
+        return self._bar
 
     def write(self, state: Any, event: Event) -> Any:
-        if self._bar is None:
+        if not self._is_running:
             self.open(event.step, event.total, event.step)
         self._pace, _ = pace_after(self._pace, event)
         self._step = self._step if event.is_late else event.step
@@ -131,8 +143,9 @@ class Progress(Sink):
             _Stream(file).write(f"{line}\n")
 
     def _draw(self) -> None:
-        if self._bar is not None and self._pending is not None:
-            self._bar.draw(self._step, self._pending, self._pace and self._pace.rate)
+        if self._pending is not None:
+            bar = self._bar or self._open_bar()
+            bar.draw(self._step, self._pending, self._pace and self._pace.rate)
             self._pending, self._drawn_at = None, time.monotonic()
             self._check_stream()
 
@@ -157,27 +170,21 @@ class Progress(Sink):
         return any(fnmatchcase(name, pattern) for pattern in self._metrics)
 
     def close(self) -> None:
-        if self._bar is not None:
+        if self._is_running and time.monotonic() >= self._drawn_at:
             self._draw()
+        if self._bar is not None:
             self._bar.close()
             self._check_stream()
-            self._bar = None
+        self._bar, self._is_running = None, False
 
 
 class DefaultProgress(Progress):
     """What `fit` shows without a sink of this kind: lines, and nothing of a run of few seconds."""
 
+    _quiet_seconds = 2.0
+
     def __init__(self) -> None:
         super().__init__("lines", None, "train/loss", 100, None, "progress")
-
-    def open(self, step: int, total: int | None, seen: int) -> None:
-        super().open(step, total, seen)
-        self._drawn_at = self._opened_at + _QUIET_SECONDS
-
-    def close(self) -> None:
-        if self._bar is not None and self._drawn_at > time.monotonic():
-            self._pending = None
-        super().close()
 
 
 class Pace(NamedTuple):
@@ -211,7 +218,6 @@ class _Bar(NamedTuple):
 
 _HIDDEN = _Bar(lambda *_: None, lambda: None)
 _PAUSE = 0.25  # least seconds between two drawings of a bar
-_QUIET_SECONDS = 2.0  # at the start of a run without a hook that shows progress
 
 
 def _is_open(file: Any) -> bool:

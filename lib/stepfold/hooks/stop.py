@@ -115,8 +115,10 @@ def _read_action(
 
 
 def _watched(event: Event, metric: str | None) -> list[str]:
-    if metric is not None or "train/loss" in event.per_step:
-        return [metric or "train/loss"]
+    loss = metric or "train/loss"
+    # A finite mean is enough, so that values per step are read only if something is wrong.
+    if metric or math.isfinite(event.metrics.get(loss, math.nan)) or loss in event.per_step:
+        return [loss]
     return [name for name, values in event.per_step.items() if np.ndim(values) == 1]
 
 
@@ -191,7 +193,7 @@ def stop_early(
     the devices for arrays that are sharded over processes. `FitResult.hooks` has it by the name of
     the hook, such as `"stop_early eval/loss"`. To keep the best state on disk, use
     `sf.Checkpoints(best=metric)`. `keep_state` does not take a train metric, since at a log point
-    the state is of a later step, nor an evaluation elsewhere.
+    the state is of a later step, nor a remote evaluation.
     A resumed run continues to count, so one that was stopped trains nothing, with a warning. To let
     it continue, give a larger `patience`, or another `name`, the hook's key in a checkpoint.
 
@@ -231,7 +233,7 @@ def stop_early(
         state = {**state, "best": float(value), "best_step": event.step, "num_worse": 0}
         if keep_state and event.is_late:
             expected, advice = "an evaluation in this process", "use sf.Checkpoints(best=…)"
-            refuse("keep_state", expected, "one elsewhere, without its state", advice)
+            refuse("keep_state", expected, "a remote one, without its state", advice)
         if keep_state:
             state["_best_state"] = event.step, jax.tree.map(_copy_to_host, event.state)
         return state, None

@@ -9,8 +9,9 @@ import numpy as np
 
 from stepfold.core.validation import read_function, read_instance, read_integer
 from stepfold.errors import refuse, warn
+from stepfold.hooks.objects import as_hook
 from stepfold.loop.events import Event, HookRequest, Nonfinite, Returned, Stop
-from stepfold.loop.hook import Hook, Sink, as_hook
+from stepfold.loop.hook import Hook, Sink
 from stepfold.tree import describe_value
 
 

@@ -1,8 +1,9 @@
 """The kernel: a fold of a step over batches, with hooks, sinks, evaluations and saves.
 
-`fold.py` is the loop, from top to bottom, and `run.py` the value that it folds. `metrics.py` merges
-the metrics of steps and devices. `hook.py` calls hooks and sinks. `signals.py` handles SIGTERM, and
-`inbox.py` has all requests from outside.
+`fold.py` is the loop, from top to bottom, and `run.py` the value that it folds. `schedule.py` says
+what is due after a step. `metrics.py` merges the metrics of steps and devices. `hook.py` calls
+hooks and sinks. `saves.py` decides about checkpoints. `inbox.py` has all requests from outside, and
+handles SIGINT and SIGTERM.
 """
 
 from typing import TYPE_CHECKING
@@ -13,10 +14,9 @@ if TYPE_CHECKING:
     from stepfold.loop.evaluate import Evaluation, evaluate
     from stepfold.loop.events import Event, GoBack, Nonfinite, Replace, Reweight, Stop
     from stepfold.loop.fold import iterate
-    from stepfold.loop.hook import BaseHook, Hook, Sink
+    from stepfold.loop.hook import Hook, Sink
 
 __all__ = [
-    "BaseHook",
     "Evaluation",
     "Event",
     "GoBack",
@@ -35,6 +35,6 @@ __getattr__, __dir__ = attach(
         "loop.evaluate": "Evaluation evaluate",
         "loop.events": "Event GoBack Nonfinite Replace Reweight Stop",
         "loop.fold": "iterate",
-        "loop.hook": "BaseHook Hook Sink",
+        "loop.hook": "Hook Sink",
     },
 )

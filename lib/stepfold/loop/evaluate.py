@@ -4,7 +4,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
@@ -23,7 +23,7 @@ from stepfold.core.validation import (
     spell_call,
     takes,
 )
-from stepfold.errors import DataError, refuse
+from stepfold.errors import DataError, refuse, warn
 from stepfold.inspect.compiled import CompiledStep
 from stepfold.loop.feed import WHOLE_DATA, BatchFeed, check_batches, owned
 from stepfold.loop.metrics import are_metrics, merge_metrics, metric_values
@@ -100,7 +100,7 @@ def evaluate_at(
 
 
 def jitted(argument: str, step: Any) -> Callable[[Any, Any], Any]:
-    """Compile a function of a state and a batch, unless it is; it takes a batch on the host."""
+    """Compile a function of a state and a batch on the host, unless it is compiled."""
     read_function(argument, step, "a function of a state and a batch")
     is_jitted = isinstance(step, CompiledStep) or hasattr(step, "lower")
     compiled = step if is_jitted else jax.jit(step)
@@ -115,14 +115,14 @@ def jitted(argument: str, step: Any) -> Callable[[Any, Any], Any]:
 
 
 def check_end(function: str, batches: Any) -> None:
-    """Refuse batches without an end."""
+    """Refuse endless batches."""
     if getattr(batches, "endless", False):
         got = f"{tree.describe_value(batches)} without an end"
         refuse(function, "batches that end", got, f"give {WHOLE_DATA}")
 
 
 def refuse_empty(function: str) -> NoReturn:
-    """Raise an error for batches of which there are none."""
+    """Refuse an iterable without batches."""
     advice = "an iterator that was used up has to be made again for each evaluation"
     refuse(function, "at least one batch", "none", advice, kind=DataError)
 
@@ -133,7 +133,7 @@ def placed_batches(
     mesh: Mesh | None,
     position: Position | None = None,
 ) -> Iterator[Any]:
-    """Yield batches, on the mesh if there is one; all of its processes have equally many."""
+    """Yield batches, on the mesh if there is one; all of its processes get the same number."""
     if mesh is not None and mesh.is_multi_process:
         ready = _in_step(function, batches, position)
     else:
@@ -230,9 +230,10 @@ class Evaluation:
       ema: whether to evaluate the average that `ema_params` keeps, in place of the parameters. It
         is found at any depth of the optimizer's state, as `get_ema` does.
       name: the prefix of the metrics, as in `eval/loss`, and the `kind` of the events.
-      elsewhere: whether another process makes it, by `evaluate_run`. `fit` then saves each step at
+      remote: whether another process makes it, by `evaluate_run`. `fit` then saves each step at
         which it is due, keeps that step until its result has arrived, and reads the result at its
-        next event.
+        next event. In version 0.2 this was `elsewhere`, which still works with a
+        DeprecationWarning.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> state = sf.init_state({"w": jnp.ones(())}, optax.sgd(0.1), jax.random.key(0))
@@ -252,18 +253,22 @@ class Evaluation:
     at_start: bool = False
     ema: bool = False
     name: str = "eval"
-    elsewhere: bool = False
+    remote: bool = False
+    elsewhere: InitVar[bool | None] = None
     # The position of an iterator at which each evaluation begins.
     _start: Any = field(default=None, init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, elsewhere: bool | None) -> None:
+        if elsewhere is not None:
+            warn("Evaluation: elsewhere=… is now remote=…", DeprecationWarning)
+            object.__setattr__(self, "remote", elsewhere)
         read_function("measure", self.measure)
         if self.batches is not None and not callable(self.batches):
             check_batches(self.batches, make=WHOLE_DATA)
             check_end("evaluate", self.batches)
             if iter(self.batches) is self.batches:
                 self._read_start(self.batches)
-        check_flags(at_start=self.at_start, ema=self.ema, elsewhere=self.elsewhere)
+        check_flags(at_start=self.at_start, ema=self.ema, remote=self.remote)
         for period in ("every", "every_epochs"):
             if (value := getattr(self, period)) is not None:
                 object.__setattr__(self, period, read_integer(period, value))
@@ -290,7 +295,7 @@ class Evaluation:
         return batches  # type: ignore[no-any-return]
 
     def check_state(self, state: Any) -> None:
-        """Refuse a state without the average that is to be evaluated."""
+        """Refuse a state without an average if `ema` needs one."""
         if self.ema:
             read_instance(f"{self.name}: ema=True", state, TrainState, "a TrainState")
             jax.eval_shape(get_ema, state)

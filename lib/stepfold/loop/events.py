@@ -60,7 +60,7 @@ class GoBack(NamedTuple):
 class Replace(NamedTuple):
     """A request of a hook: continue with another state, and say why.
 
-    For what is decided between two steps: reset dead units, prune weights, reduce a rate of
+    Use it for changes between two steps: reset dead units, prune weights, or reduce a rate of
     `optax.inject_hyperparams` when an evaluation does not improve. The new state has the structure,
     shapes and dtypes of `event.state`, and its step. Later hooks see it. Checkpoints hold it, so a
     resumed run has the same bits. `run.json` notes the step and the reason.

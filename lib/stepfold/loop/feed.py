@@ -1,11 +1,10 @@
 """The batches of a run, and their position for checkpoints."""
 
 import copy
-import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -145,7 +144,7 @@ class BatchFeed:
             )
 
     def pull(self) -> Any:
-        """Return the next batch, of the next epoch if need be, or raise StopIteration."""
+        """Return the next batch, perhaps of the next epoch, or raise StopIteration."""
         try:
             return next(self.iterator)
         except StopIteration:
@@ -162,17 +161,32 @@ class BatchFeed:
     def position(self, used: int) -> Any:
         """Return the position of the next batch to use, or None if it is not known.
 
-        After a failed step or pull the batches may be ahead of the last step. `sf.batches` can tell
-        the position after any number of batches, by `state_at`. Other batches then go back to the
-        last known position, and those used since are pulled again.
+        After a failed step or pull, batches may be ahead of the last step. `sf.batches` computes
+        the position after any number of batches, by `state_at`. Other batches go back to the last
+        known position, and those used since are pulled again.
         """
         if not self.is_resumable:
             return None
-        if self._known[0] == used:
-            return self._known[1]
-        position = self._position_after(used)
+        before, known = self._known
+        if before == used:
+            return known
+        if self.is_iterator and hasattr(self.iterator, "state_at"):
+            position = self.iterator.state_at(used)
+        else:
+            position = self._state()
+            if self._pulled != used and _count_in(position) != used:
+                position = self._pull_again(used) if self.can_go_back else None
         self._keep(position, used)
         return position
+
+    def _pull_again(self, used: int) -> Any:
+        """Go back to the last known position, and return the one after `used` batches."""
+        before, position = self._known
+        self._set(position)
+        for _ in range(used - before):
+            self.pull()
+        self._pulled = used
+        return self._state()
 
     def mark(self, step: int, used: int) -> DataPosition:
         """Return the position after a step to keep in memory; it is None if it is large."""
@@ -186,21 +200,6 @@ class BatchFeed:
     def _keep(self, position: Any, used: int) -> None:
         """Keep a position, to return it again and to go back to it, unless it is large."""
         self._known = (-1, None) if self._is_large else (used, position)
-
-    def _position_after(self, used: int) -> Any:
-        if self.is_iterator and hasattr(self.iterator, "state_at"):
-            return self.iterator.state_at(used)
-        state = self._state()
-        if self._pulled == used or _count_in(state) == used:
-            return state
-        if not self.can_go_back:
-            return None
-        before, position = self._known
-        self._set(position)
-        for _ in range(used - before):
-            self.pull()
-        self._pulled = used
-        return self._state()
 
     def _state(self) -> Any:
         state = self.iterator.get_state()
@@ -311,15 +310,15 @@ WHOLE_DATA = "sf.batches(data, 256, epochs=1, remainder='pad')"
 
 
 def owned(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches; copy those of an iterator that may fill its buffers again."""
+    """Yield batches; copy those of an iterator that may reuse its buffers."""
     iterator = iter(batches)
     return map(_copy, iterator) if _may_reuse_buffers(batches, iterator) else iterator
 
 
 def _may_reuse_buffers(batches: Any, iterator: Any) -> bool:
-    """Whether an iterator may write to a batch again before the step has read it.
+    """Whether an iterator may overwrite a batch before the step has read it.
 
-    A step is dispatched, so it may read arrays of numpy after the next batch was pulled.
+    A dispatched step may read numpy arrays after the next batch was pulled.
     """
     is_held = isinstance(batches, list | tuple)
     return not is_held and bool(getattr(iterator, "reuses_buffers", True))
@@ -359,34 +358,3 @@ def _find_lost(position: Any) -> str | None:
     if position.keys() == {"lost"}:
         return str(position["lost"])
     return next(filter(None, map(_find_lost, position.values())), None)
-
-
-@contextmanager
-def reread(batches: Any, start: DataPosition, began: int) -> Iterator[Iterator[Any]]:
-    """Iterate batches again from an earlier position, and restore their position afterwards.
-
-    `began` is the step before the first batch of a list; other batches are resumed by position.
-    """
-    if isinstance(batches, list | tuple):
-        yield (batches[(step - began) % len(batches)] for step in itertools.count(start.step))
-        return
-    feed = BatchFeed(batches)
-    if not feed.is_resumable or feed.reads_state or start.position is None:
-        expected = "a list, or batches with get_state and set_state, to read them again"
-        refuse("batches", expected, batches, "give sf.batches(data, …)", kind=DataError)
-    before = feed.position(feed.first_used)
-    try:
-        feed.seek(start.position, start.step)
-        yield _read_on(feed)
-    finally:
-        feed.seek(before, start.step)
-
-
-def _read_on(feed: BatchFeed) -> Iterator[Any]:
-    """Yield the batches from the present position on, of later epochs too."""
-    while True:
-        try:
-            batch = feed.pull()
-        except StopIteration:
-            return
-        yield batch

@@ -1,41 +1,41 @@
-"""The fold of a step over batches: `iterate` alone, and with what happens between two steps.
+"""Fold a step over batches: `iterate` does only that, `fold` also does what is due between steps.
 
 A run is folded by *stretches* of steps, with *visits* between them:
 
-    stretch   the bare loop, to the next step after which something is due, or a request comes
-    visit     what is due: log, evaluate, end the epoch, call parts of the user, save
-    end       the same once more, in the order of an end
+    stretch   the bare loop, until something is due or a request comes
+    visit     log, evaluate, end the epoch, call parts of the user, save: each where it is due
+    end       the last events, evaluations and save, after the last step
 
-`stepfold.loop.schedule` says when something is due, and `Inbox` what comes from outside. A second
-visit at a step does only what the first one has left out. A fold begins with one, which finishes
-what an exception has interrupted.
+`Schedule` knows when something is due. Requests from outside come through the `Inbox`. A visit is
+idempotent: a second one at a step does only what the first one has not done. A fold begins with a
+visit, which finishes what an exception interrupted.
 """
 
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 
-from stepfold.core.processes import KeyValues, Position, agreement, broadcast_from_first
+from stepfold.core.processes import Position, agreement, broadcast_from_first
 from stepfold.data.epochs import size_at
 from stepfold.errors import ConfigError, DataError, refuse, warn
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.events import Event, EventMetrics, HookRequest, Replace, Reweight, Stop
 from stepfold.loop.feed import BatchFeed, batch_sizes
-from stepfold.loop.hook import Hooks, States
+from stepfold.loop.hook import Hooks
 from stepfold.loop.inbox import NO_VALUE, Inbox, WaitInterrupted
 from stepfold.loop.intervals import Steps
 from stepfold.loop.metrics import Interval
 from stepfold.loop.run import Kind, Request, Run, make_hook_request
 from stepfold.loop.saves import Saves
-from stepfold.loop.schedule import Plan
+from stepfold.loop.schedule import Schedule
 from stepfold.loop.step_runner import StepRunner
 
-_TOO_OFTEN = 1_000  # times that a part is done after one step
-_FAILED = "hooks: failed"  # the message if a process raised while all agree on a replacement
+_TOO_OFTEN = 1_000  # calls of a part after one step
 
 Runs = Generator[Run, None, Run]
 """Yields each run, so that after an exception the last one is known, and returns the last."""
@@ -70,16 +70,16 @@ def iterate(
 
 
 class Part(Protocol):
-    """Something of the user that happens between two steps.
+    """User code between two steps: a function from a run to the next run.
 
-    It gets a run and returns the next one. It changes nothing of the run that it gets, so an
-    exception leaves that run as it was before the part. A part that has nothing more to do returns
-    the run itself. With several processes, all of them do the same parts at the same steps.
+    It must not change the run that it gets, since `fit` saves that one after an exception. If there
+    is nothing left to do, it returns the same run. With several processes, all of them call the
+    same parts at the same steps.
 
-    `fit` takes parts among its hooks. It does them after the evaluations and the end of an epoch,
-    and before a save; once a signal came, those that are due when the run resumes. They may also
-    have `open(run)`, called before the first step, and `close()`. Both are called again if the run
-    goes back.
+    `fit` takes parts among its hooks. It calls them after the evaluations and the end of an epoch,
+    and before a save; after a signal, a resume calls those that are due. They may also have
+    `open(run)`, called before the first step, and `close()`. Both are called again if the run goes
+    back.
 
     >>> import math, jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> class Halve:
@@ -109,10 +109,11 @@ class Part(Protocol):
         """Do it once, even if it is not due."""
 
 
-class Late(Protocol):
-    """Evaluations that another process makes; `stepfold.runs.elsewhere` has them."""
+class Remote(Protocol):
+    """Evaluations that another process makes; `stepfold.runs.remote` reads their results."""
 
-    def next(self, run: Run) -> float: ...
+    def open(self, run: Run) -> None: ...
+    def end(self, run: Run) -> None: ...
     def is_due(self, run: Run) -> bool: ...
     def take(self, run: Run, setup: "Setup") -> Run:
         """Show hooks the next result. If there is none, return the run unchanged."""
@@ -124,18 +125,19 @@ class Late(Protocol):
         """Wait for the next result and show it. At the end, return the run unchanged."""
 
 
-class Setup(NamedTuple):
-    """What folds a run, and does not change while it is folded."""
+@dataclass(kw_only=True, eq=False, repr=False)
+class Setup:
+    """What folds a run: its step, batches, hooks and schedule. It stays the same during a fold."""
 
-    plan: Plan
+    schedule: Schedule
     runner: StepRunner
     feed: BatchFeed
     hooks: Hooks
     inbox: Inbox
-    saves: Saves
     evaluations: Sequence[Evaluation] = ()  # those that this process makes
-    late: Late | None = None
+    remote: Remote | None = None
     parts: Sequence[Part] = ()
+    saves: Saves | None = None
 
 
 def fold(run: Run, setup: Setup) -> Runs:
@@ -143,42 +145,34 @@ def fold(run: Run, setup: Setup) -> Runs:
     inbox, feed = setup.inbox, setup.feed
     run = yield from _start(run, setup)
     run = yield from visit(run, setup)
-    run = inbox.hear_after_visit(run)
+    run = inbox.poll_votes_after_visit(run)
     while run.end is None:
         due_step = next_due(run, setup)
         while run.step < due_step and not (run.requests and run.requests.due(run.step)):
             held, run = [run.batch, run.state], run._replace(state=None, batch=None)
-            yield run  # so that nothing else holds what the steps can free
+            yield run  # without the state: the first step can only free what nothing else holds
             run, error = stretch(run, held, setup, min(due_step, inbox.next_vote(run.step)))
             yield run
             if error is StopIteration:
-                run = inbox.hear(run)
+                run = inbox.poll_votes(run)
                 run = exhaust(feed, run) if run.end is None else run
             elif error is not None:
                 raise error
             elif run.step < due_step:
-                run = inbox.hear(run)
-        # A request that ends the run between two visits leaves the rest to the end.
+                run = inbox.poll_votes(run)
+        # If a request ends the run before the next step that has a visit, `end` does the rest.
         if run.step >= due_step or run.end is None:
             run = yield from visit(run, setup)
-            run = inbox.hear_after_visit(run)
+            run = inbox.poll_votes_after_visit(run)
     yield run
     return (yield from end(run, setup))
 
 
 def next_due(run: Run, setup: Setup) -> float:
     """Return the next step after which something may be due or the run ends."""
-    plan, step = setup.plan, run.step
-    due = [
-        math.inf if run.total is None else run.total,
-        plan.next_log_point(step),
-        *(each.step + plan.delay for each in run.closed if each.step + plan.delay > step),
-        *(plan.next_due(evaluation, step) for evaluation in setup.evaluations),
-        setup.saves.next(run),
-        plan.next_size(step),
-    ]
-    if setup.late is not None:
-        due.append(setup.late.next(run))
+    schedule, step = setup.schedule, run.step
+    reads = [each.step + schedule.delay for each in run.closed]
+    due = [schedule.next_due(step), *(each for each in reads if each > step)]
     for part in setup.parts:
         if (following := part.next(run)) <= step:
             argument, expected = f"part {part.name!r}: next(run)", f"a step after {step}"
@@ -223,7 +217,7 @@ def stretch(run: Run, held: list[Any], setup: Setup, until: float) -> tuple[Run,
                     break
                 state, metrics = call(state, batches)
                 batch, step = batches[-1], step + len(batches)
-                inbox.move(Position.DEVICES, step)
+                inbox.track(Position.DEVICES, step)
             returned = metrics, returned
     except WaitInterrupted:
         pass  # the signal is in the inbox
@@ -246,7 +240,7 @@ def stretch(run: Run, held: list[Any], setup: Setup, until: float) -> tuple[Run,
 def _call_of(run: Run, setup: Setup) -> Callable[[Any, Any], tuple[Any, Any]]:
     """Return what runs the step: on a batch, or on the batches of a call."""
     runner, feed = setup.runner, setup.feed
-    if setup.plan.size_changes:
+    if setup.schedule.size_changes:
         sizes = batch_sizes(feed.batches)
         size = size_at(sizes, run.batches_used)
         if size != runner.batch_size:
@@ -273,9 +267,9 @@ def exhaust(feed: BatchFeed, run: Run) -> Run:
 
 
 def _start(run: Run, setup: Setup) -> Runs:
-    """Show hooks that the run begins; one that has stopped it before does so again.
+    """Show hooks the start of the run. A hook that stopped it before a resume stops it again.
 
-    All processes know it at once, by the word of process 0, so that none does a step until a vote.
+    Process 0 decides for all, so that no process does a step before the first vote.
     """
     event = Event(run.step, run.total, {}, run.state, kind="start")
     with agreement("hooks: not opened"):
@@ -294,10 +288,12 @@ def visit(run: Run, setup: Setup) -> Runs:
     """Do what is due after a step."""
     run = yield from log(run, setup)
     for evaluation in setup.evaluations:
-        if setup.plan.evaluates(evaluation, run.step, run.began):
+        if setup.schedule.evaluates(evaluation, run.step, run.began):
             run = yield from evaluate(run, setup, evaluation)
-    late = setup.late
-    while late is not None and late.is_due(run) and (shown := late.take(run, setup)) is not run:
+    remote = setup.remote
+    while remote is not None and remote.is_due(run):
+        if (shown := remote.take(run, setup)) is run:
+            break
         yield (run := shown)
     if run.step != run.total and run.end is None:
         run = yield from end_epoch(run, setup)
@@ -308,21 +304,21 @@ def visit(run: Run, setup: Setup) -> Runs:
 
 
 def log(run: Run, setup: Setup) -> Runs:
-    """Close the interval of metrics at a log point, and show hooks those that are to be read."""
-    plan = setup.plan
-    if run.current and plan.is_log_point(run.step) and not run.is_at_start:
+    """Close the interval of metrics at a log point, and show hooks the intervals that are due."""
+    schedule = setup.schedule
+    if run.current and schedule.is_log_point(run.step) and not run.is_at_start:
         waited, mark = setup.feed.wait_seconds, setup.feed.mark(run.step, run.batches_used)
         yield (run := run.close_interval(waited, mark))
     if not run.closed:
         return run
-    # A save that a signal requests depends on what hooks say.
-    until = run.step if run.requests.has(Kind.SAVE) else plan.read_until(run.step)
+    # A save by a signal waits until hooks saw all metrics, since they may find the state wrong.
+    until = run.step if run.requests.has(Kind.SAVE) else schedule.read_until(run.step)
     return (yield from read(run, setup, until))
 
 
 def read(run: Run, setup: Setup, until: int) -> Runs:
-    """Show hooks the log points up to a step."""
-    setup.inbox.move("hooks", run.step)
+    """Show hooks the metrics of the log points up to a step."""
+    setup.inbox.track("hooks", run.step)
     while run.closed and run.closed[0].step <= until:
         shown = run._replace(closed=run.closed[1:])
         yield (run := _show(run, shown, setup, run.closed[0].read, "train", run.closed[0].waited))
@@ -330,16 +326,16 @@ def read(run: Run, setup: Setup, until: int) -> Runs:
 
 
 def evaluate(run: Run, setup: Setup, evaluation: Evaluation) -> Runs:
-    """Evaluate the state, unless that is done, and show hooks the metrics."""
+    """Evaluate the state, unless it was evaluated at this step, and show hooks the metrics."""
     inbox, name = setup.inbox, f"evaluation {evaluation.name}"
     if run.evaluated.get(evaluation.name) == run.step:
         return run
-    inbox.move(name, run.step)
+    inbox.track(name, run.step)
     with setup.hooks.stopwatch.measure(name):
         metrics = inbox.wait_for(evaluation, run.state, inbox.position)
-    inbox.move("hooks", run.step)
+    inbox.track("hooks", run.step)
     if metrics is NO_VALUE:  # a signal came
-        run = inbox.hear_during_event(run)
+        run = inbox.take_if_alone(run)
     else:
         run = show_evaluation(run, setup, evaluation.name, metrics)
     yield run
@@ -358,23 +354,18 @@ def show_evaluation(
 
 def end_epoch(run: Run, setup: Setup) -> Runs:
     """Show hooks the end of an epoch, after all other events of its last step."""
-    is_new = setup.plan.logs_epochs and run.step > run.epoch_ended_at
-    done = setup.plan.epochs_done(run.step) if is_new else None
-    if done is not None:
-        event = Event(run.step, run.total, {}, run.state, kind="epoch", epoch=done - 1)
-        yield (
-            run := _show_without_metrics(run, run._replace(epoch_ended_at=run.step), setup, event)
-        )
-    return run
-
-
-def _show_without_metrics(run: Run, shown: Run, setup: Setup, event: Event) -> Run:
-    """Show hooks an event without metrics, and act on what they request."""
+    is_new = setup.schedule.logs_epochs and run.step > run.epoch_ended_at
+    done = setup.schedule.epochs_done(run.step) if is_new else None
+    if done is None:
+        return run
+    event = Event(run.step, run.total, {}, run.state, kind="epoch", epoch=done - 1)
+    shown = run._replace(epoch_ended_at=run.step)
     called = setup.inbox.call_hooks(run, setup.hooks.update, shown.hook_states, event)
-    if called is NO_VALUE:
-        return shown
-    states, _, requests = called
-    return _act(shown._replace(hook_states=states), setup, requests, run.step, run.step)
+    if called is not NO_VALUE:
+        states, _, requests = called
+        shown = _act(shown._replace(hook_states=states), setup, requests, run.step, run.step)
+    yield shown
+    return shown
 
 
 def save(run: Run, setup: Setup) -> Runs:
@@ -382,10 +373,15 @@ def save(run: Run, setup: Setup) -> Runs:
     saves, step = setup.saves, run.step
     request = run.requests.get(Kind.SAVE)
     is_asked = request is not None and request.step <= step and run.end is None
+    if saves is None and is_asked:
+        warn("SIGUSR1 ignored: fit has no checkpoints; give checkpoints=…")
+        return run.without(Kind.SAVE)
+    if saves is None:
+        return run
     due = saves.find_due(run)
     if due is None and not is_asked:
         return run
-    setup.inbox.move("a save", step)
+    setup.inbox.track("a save", step)
     if run.is_at_start:
         run = saves.save(run, due)
         if is_asked:  # once there is something new
@@ -397,8 +393,6 @@ def save(run: Run, setup: Setup) -> Runs:
     run = yield from read(run, setup, step)
     if run.end is not None:
         return run
-    if due is None:
-        saves.warn_of_none()
     run = saves.save(run, due)
     if not is_asked:
         saves.warn_of_time(run)
@@ -410,7 +404,7 @@ def _call_part(part: Part, run: Run, inbox: Inbox) -> Runs:
     """Call a part of the user while it is due."""
     times = 0
     while part.is_due(run):
-        inbox.move(part.name, run.step)
+        inbox.track(part.name, run.step)
         if (changed := part(run)) is run:
             break
         yield (run := changed)
@@ -434,31 +428,28 @@ def _show(
     waited: float | None,
 ) -> Run:
     """Show hooks an event; `shown` is the run once they have seen it."""
-    inbox, feed, hooks = setup.inbox, setup.feed, setup.hooks
-    if inbox.error is not None and hooks.replaces:
-        with suppress(Exception), agreement(_FAILED):  # the others ask for it there
-            raise inbox.error
-    called = inbox.call_hooks(run, _call, shown, setup, read, kind, waited)
+    inbox, feed = setup.inbox, setup.feed
+    make_event = partial(_make_event, run, setup, read, kind, waited)
+    called = inbox.update_hooks(run, setup.hooks, shown.hook_states, make_event)
     if called is NO_VALUE:
         return shown
     states, event, requests = called
     run = shown.log(event.step, event.metrics, states)
     if requests:
-        at = setup.plan.read_step(event.step) if kind == "train" else run.step
+        at = setup.schedule.read_step(event.step) if kind == "train" else run.step
         run = _act(run, setup, requests, event.step, at)
-    run = inbox.hear_during_event(run)
+    run = inbox.take_if_alone(run)
     if kind == "train" and feed.recent and not run.requests:
         feed.recent.drop_until(event.step)  # no hook asks for them
     return run
 
 
-def _call(
+def _make_event(
     run: Run, setup: Setup, read: Callable[[], Interval], kind: str, waited: float | None
-) -> tuple[States, Event, list[HookRequest]]:
-    """Call the hooks; with several processes, either all or none replace the state."""
-    hooks, interval = setup.hooks, read()
+) -> Event:
+    interval = read()
     leaves, structure = jax.tree.flatten(run.state)
-    event = Event(
+    return Event(
         interval.step,
         run.total,
         EventMetrics(interval.metrics),
@@ -469,45 +460,27 @@ def _call(
         batch=run.batch,
         data_wait_seconds=setup.feed.wait_seconds if waited is None else waited,
         kind=kind,
-        hook_seconds=hooks.seconds,
+        hook_seconds=setup.hooks.seconds,
         is_late=kind != "train" and interval.step < run.step,
     )
-    if setup.inbox.is_alone:
-        return hooks.update(run.hook_states, event)
-    with agreement(_FAILED) if hooks.replaces else nullcontext():
-        states, event, requests = hooks.update(run.hook_states, event)
-    reasons = [
-        request.why if isinstance(request, Replace) else f"{request.why}: {request.weights}"
-        for request in requests
-        if isinstance(request, Replace | Reweight)
-    ]
-    if reasons and not hooks.replaces:
-        expected = "Hook(returns=[Replace, Reweight]), for a hook that returns one of them"
-        advice = "set replaces_state = True on a function or an object, and return the same"
-        refuse("hooks", expected, "none", f"{advice} in all processes")
-    if hooks.replaces:
-        gathered = KeyValues("fit").gather(reasons, "an event")
-        if any(others != reasons for others in gathered):
-            refuse("hooks", "the same replacements in every process", str(gathered))
-    return states, event, requests
 
 
 def _act(run: Run, setup: Setup, requests: Sequence[HookRequest], step: int, at: int) -> Run:
-    """Act on what hooks requested at an event of `step`; reasons to stop count from `at` on."""
+    """Act on requests of hooks at an event of `step`; a reason to stop ends the run after `at`."""
     for request in requests:
         if isinstance(request, Replace | Reweight):
             run = _replace(run, setup, request, at)
         else:
-            run = setup.inbox.ask(run, make_hook_request(request, step, at))
+            run = setup.inbox.propose(run, make_hook_request(request, step, at))
     return run
 
 
 def _replace(run: Run, setup: Setup, request: Replace | Reweight, at: int) -> Run:
-    """Continue with another state, unless that of this step was saved before.
+    """Replace the state or the weights of a mixture, unless this step was saved before.
 
-    A `Reweight` has an effect on the batches of the steps after `at`.
+    New weights apply to the batches of the steps after `at`.
     """
-    if setup.saves.has_saved(run):
+    if setup.saves is not None and setup.saves.has_saved(run):
         if run.end is None:
             warn(
                 f"step {run.step}: {type(request).__name__} ignored, since the step is already "
@@ -524,14 +497,14 @@ def _replace(run: Run, setup: Setup, request: Replace | Reweight, at: int) -> Ru
 
 
 def end(run: Run, setup: Setup) -> Runs:
-    """End a run: show hooks the rest of the metrics, and let it go back, finish or leave."""
+    """End a run: show hooks the last metrics, then go back, finish it, or leave it to a resume."""
     inbox = setup.inbox
-    run = inbox.settle(run)
+    run = inbox.vote_now(run)
     run = run._replace(is_complete=run.is_complete or run.step == run.total)
     if run.is_complete and not run.is_interrupted:
         run = run.close_interval(setup.feed.wait_seconds)
     run = yield from read(run, setup, run.step)
-    run = _resolve_go_back(inbox.conclude(run), setup)
+    run = _resolve_go_back(inbox.exchange_reasons(run), setup)
     if run.go_back_request is None:
         is_done = run.is_complete and not run.requests.has(Kind.ERROR)
         run = yield from _end_complete(run, setup) if is_done else _end_early(run, setup)
@@ -544,64 +517,67 @@ def _end_complete(run: Run, setup: Setup) -> Runs:
     inbox, saves = setup.inbox, setup.saves
     if not run.is_interrupted:
         run = yield from _last_events(run, setup)
-        if setup.late is not None and not run.requests.has(Kind.GO_BACK):
-            yield (run := saves.save(run, saves.find_last(run)))
-            run = yield from _wait_for_late(run, setup)
-        run = _resolve_go_back(inbox.conclude(run), setup)
+        if setup.remote is not None and not run.requests.has(Kind.GO_BACK):
+            yield (run := _save_last(run, saves))
+            run = yield from _wait_for_remote(run, setup)
+        run = _resolve_go_back(inbox.exchange_reasons(run), setup)
         if run.go_back_request is not None:
             return run
-    # A reason to stop a complete run counts only if the run was to do more steps.
-    if not run.is_interrupted and run.end is not None and run.end.kind is not Kind.STOP:
-        run = inbox.withdraw(run, Kind.STOP)
+    # A reason to stop does not count once all steps are done.
+    has_reason = run.requests.has(Kind.STOP)
+    if has_reason and not run.is_interrupted and run.end and run.end.kind is not Kind.STOP:
+        run = inbox.drop_requests(run, Kind.STOP)
     run = run._replace(is_complete=not run.is_interrupted)
     yield run
-    return saves.save(run, saves.find_last(run))
+    return _save_last(run, saves)
 
 
 def _end_early(run: Run, setup: Setup) -> Runs:
     """Save, so that a resume continues the open interval; then evaluate, unless interrupted."""
     inbox, saves = setup.inbox, setup.saves
     run = run._replace(is_complete=False)
-    yield (run := inbox.hear_during_event(saves.save(run, saves.find_last(run))))
+    yield (run := inbox.take_if_alone(_save_last(run, saves)))
     if run.requests.has(Kind.GO_BACK):
         run = run._replace(unsaved="the run was to go back")
     if run.is_interrupted:
         return run
-    extra = saves.describe_end(run)
+    extra = {} if saves is None else saves.describe_end(run)
     ended = yield from _last_events(run, setup)
-    ended = inbox.conclude((yield from _wait_for_late(ended, setup)))
-    if not ended.is_interrupted:
+    ended = inbox.exchange_reasons((yield from _wait_for_remote(ended, setup)))
+    if saves is not None and not ended.is_interrupted:
         saves.add_end(run, ended, extra)
     return ended._replace(state=run.state, notes=run.notes)  # as saved
 
 
+def _save_last(run: Run, saves: Saves | None) -> Run:
+    """Save at the end, unless the state may be wrong."""
+    return run if saves is None else saves.save(run, saves.find_last(run))
+
+
 def _last_events(run: Run, setup: Setup) -> Runs:
     """Show hooks the open interval, evaluate a last time, and end the epoch."""
+    inbox = setup.inbox
     yield (run := run.close_interval(setup.feed.wait_seconds))
     run = yield from read(run, setup, run.step)
-    yield (run := _end_sinks(run, setup))
+    states = inbox.call_hooks(run, setup.hooks.end, run.hook_states)
+    yield (run := run if states is NO_VALUE else run._replace(hook_states=states))
     for evaluation in setup.evaluations:
         run = yield from evaluate(run, setup, evaluation)
-    late = setup.late
-    while late is not None and (shown := late.take(run, setup)) is not run:
+    remote = setup.remote
+    while remote is not None and (shown := remote.take(run, setup)) is not run:
         yield (run := shown)
     run = yield from end_epoch(run, setup)
-    return setup.inbox.hear_during_event(run)
+    return inbox.take_if_alone(run)
 
 
-def _end_sinks(run: Run, setup: Setup) -> Run:
-    call = lambda: run._replace(hook_states=setup.hooks.end(run.hook_states))
-    called = setup.inbox.call_hooks(run, call)
-    return run if called is NO_VALUE else called
-
-
-def _wait_for_late(run: Run, setup: Setup) -> Runs:
-    """Wait for what another process evaluates of the steps that are saved."""
-    late = setup.late
-    if late is None or run.is_interrupted:
+def _wait_for_remote(run: Run, setup: Setup) -> Runs:
+    """Wait for the results of another process, and show them."""
+    remote = setup.remote
+    if remote is None or run.is_interrupted:
         return run
-    setup.saves.wait()
-    while (changed := late.finish(run, setup)) is not run:
+    if setup.saves is not None:
+        setup.saves.wait()
+    while (changed := remote.finish(run, setup)) is not run:
         yield (run := changed)
     return run
 
@@ -613,11 +589,15 @@ def _resolve_go_back(run: Run, setup: Setup) -> Run:
         return run
     others = run.requests.without(Kind.GO_BACK, Kind.END).due(run.step)
     if others is not None and others.kind > Kind.GO_BACK:
-        return inbox.withdraw(run, Kind.GO_BACK)
+        return inbox.drop_requests(run, Kind.GO_BACK)
+    if setup.saves is None:
+        expected = "checkpoints=… for a hook that lets the run go back"
+        advice = f"give sf.Checkpoints(every=…): {request.reason.why}"
+        refuse("hooks", expected, "none", advice)
     target = setup.saves.find_target(request.reason)
     if isinstance(target, Stop):
         kind = Kind.END if run.is_complete else Kind.STOP
         stop = target._replace(message=f"{target.message}; stopped at step {run.step}")
         request = Request(kind, run.step, stop if run.is_complete else target)
-        return inbox.withdraw(run, Kind.GO_BACK, Kind.END, instead=[request])
+        return inbox.drop_requests(run, Kind.GO_BACK, Kind.END, instead=[request])
     return run._replace(go_back_request=request.reason._replace(to=target))

@@ -1,11 +1,12 @@
-"""What `fit` takes as hooks: pure hooks, sinks, and objects; and how it calls them."""
+"""Hooks and sinks: what they are, and how a run shows them events and checks what they return."""
 
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import deepcopy
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,6 @@ from stepfold.loop.events import (
     EventMetrics,
     GoBack,
     HookRequest,
-    Nonfinite,
     Replace,
     Returned,
     Reweight,
@@ -38,8 +38,8 @@ class Hook(NamedTuple):
     """A pure pair of a first state and an update, as an optimizer of optax is.
 
     The state of a hook is part of the run: a checkpoint has it, and a run that resumes or goes back
-    continues with that of the checkpoint. So `update` must not keep anything elsewhere. A plain
-    function of an event is a hook without a state. `from_object` makes a hook of an object.
+    continues with that of the checkpoint. So `update` must not keep state anywhere else. A plain
+    function of an event is a hook without a state. `sf.hooks.from_object` makes one of an object.
 
     Attributes:
       init: the first state: what JSON can hold, with numpy arrays in it. In a dict, the values of
@@ -163,223 +163,39 @@ class Sink:
         """Release resources; called once, however the run ends."""
 
 
-class BaseHook:
-    """Defaults for objects that are called with events; to inherit is optional.
-
-    `fit` makes a `Hook` of an object by `from_object`. `get_state` and `set_state` say what is its
-    state. The other methods have effects, as those of a `Sink`, and it may have `end_epoch(epoch)`.
-
-    Attributes:
-      name, metric, provides: those of a `Hook`.
-      can_stop, goes_back, replaces_state: whether it may return a reason to stop, a `GoBack`, or a
-        `Replace` or `Reweight`, as `returns` of a `Hook` says.
-      needs_exact_state: `exact` of a `Hook`.
-      replaces_nonfinite_stop: whether `fit` leaves out its own `on_nonfinite`.
-      shows_progress, writes_metrics: those of a `Sink`.
-      run_state: the names of attributes that are its state, with JSON values.
-      state_key: the names of attributes that must be unchanged for a state to be restored.
-
-    >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
-    >>> class BestLoss(sf.hooks.BaseHook):
-    ...     provides, run_state = ["best/"], ["best"]
-    ...     def reset(self, step):
-    ...         self.best = float("inf")
-    ...     def __call__(self, event):
-    ...         self.best = min(self.best, event.metrics["train/loss"])
-    ...         return {"best/loss": self.best}
-    >>> step = sf.make_train_step(lambda p, x, key: sf.mean(p * x), tx := optax.sgd(0.0))
-    >>> state = sf.init_state(jnp.array(1.0), tx, jax.random.key(0))
-    >>> batches = [np.full(4, x, np.float32) for x in (3, 1, 2)]
-    >>> sf.fit(step, state, batches, hooks=BestLoss(), log_every=1).history["best/loss"]
-    [3.0, 1.0, 1.0]
-    """
-
-    name: str | None = None
-    metric: str | None = None
-    provides: Sequence[str] | None = ()
-    can_stop: bool = False
-    goes_back: bool = False
-    replaces_state: bool = False
-    needs_exact_state: bool = False
-    replaces_nonfinite_stop: bool = False
-    shows_progress: bool = False
-    writes_metrics: bool = False
-    run_state: Sequence[str] = ()
-    state_key: Sequence[str] = ()
-
-    def __call__(self, event: Event) -> Returned:
-        raise NotImplementedError
-
-    def reset(self, step: int) -> None:
-        """Initialize all that belongs to one run, which begins after `step`."""
-
-    def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
-        """Prepare for a run that begins after `step`; `set_state` is called after it."""
-        self.reset(step)
-
-    def get_state(self) -> Any:
-        """Return its state: what JSON can hold, with numpy arrays in it; None if it has none.
-
-        It is called after each event, so large arrays are better kept by the batches.
-        """
-        names = (*self.state_key, *self.run_state)
-        return {name.lstrip("_"): copy(getattr(self, name)) for name in names} or None
-
-    def set_state(self, state: Any) -> None:
-        """Continue from what `get_state` has returned."""
-        names = (name.lstrip("_") for name in (*self.state_key, *self.run_state))
-        if not has_state_of(self, state, *names):
-            return
-        if all(state[name.lstrip("_")] == getattr(self, name) for name in self.state_key):
-            vars(self).update({name: copy(state[name.lstrip("_")]) for name in self.run_state})
-
-
 AnyHook = Hook | Sink | EventHook
 """What `fit` takes as a hook; also parts of a run."""
 
 EVENTS_WITHOUT_METRICS = "start", "epoch"  # kinds of events that hooks have to ask for
 
 
-class _Fresh:
-    """The state of an object that was just opened."""
-
-    def __deepcopy__(self, _: Any) -> "_Fresh":
+class _NoState:
+    def __deepcopy__(self, _: Any) -> "_NoState":
         return self
 
 
-_FRESH = _Fresh()
+NO_STATE = _NoState()
+"""The first state of an object, before it is called. Checkpoints keep later ones as they are."""
 
 
-def from_object(hook: Any, name: str | None = None) -> Hook:
-    """Make a `Hook` of an object that is called with events, such as one with a mutable state.
+def read_hook(hook: Any) -> Hook | None:
+    """Return the `Hook` that a `Hook` or a plain function of an event means, with a name.
 
-    Its state is what `get_state` returns after each event. `set_state` is called where the run
-    continues from another state than that: after a resume, or if it goes back. Its other methods
-    have effects, as those of a `Sink`; `fit` calls them too.
-
-    Args:
-      hook: a callable of an event, with any of the attributes and methods of `BaseHook`.
-      name: the key of its state in a checkpoint; by default its attribute `name`, or its function
-        or class and the `metric` that it watches.
-
-    >>> class Count:
-    ...     n = 0
-    ...     def __call__(self, event):
-    ...         self.n += 1
-    ...     def get_state(self):
-    ...         return self.n
-    ...     def set_state(self, state):
-    ...         self.n = state
-    >>> import stepfold as sf
-    >>> hook, event = sf.hooks.from_object(Count()), sf.Event(10, None, {}, None)
-    >>> hook.update(4, event), hook.name
-    ((5, None), 'Count')
+    The result is None for objects and for functions with attributes: `stepfold.hooks.objects`
+    adapts those.
     """
-    last: list[Any] = [_FRESH]
-    has_state = callable(getattr(hook, "get_state", None))
-
-    def update(state: Any, event: Event) -> tuple[Any, Returned]:
-        is_opened = event.kind == "start"  # then it may have been reset
-        if state is not _FRESH and (is_opened or state is not last[0]):
-            call_optional(hook, "set_state", state)
-        returned = None
-        if is_opened:
-            returned = call_optional(hook, "still_stops")
-        elif event.kind == "epoch":
-            call_optional(hook, "end_epoch", event.epoch)
-        else:
-            returned = hook(event)
-        last[0] = hook.get_state() if has_state else None
-        return last[0], returned
-
-    kinds = {
-        "start": has_state or hasattr(hook, "still_stops"),
-        "epoch": hasattr(hook, "end_epoch"),
-    }
-    return Hook(
-        init=_FRESH if has_state else None,
-        update=update,
-        name=hook_key(hook) if name is None else name,
-        also=[kind for kind, is_wanted in kinds.items() if is_wanted],
-        exact=bool(getattr(hook, "needs_exact_state", False)),
-        metric=getattr(hook, "metric", None),
-        provides=getattr(hook, "provides", None),
-        returns=_declared_returns(hook),
-        source=hook,
-    )
-
-
-def _declared_returns(hook: Any) -> Sequence[type] | None:
-    """Return the kinds of requests that the attributes of an object declare."""
-    names = "can_stop", "goes_back", "replaces_state", "replaces_nonfinite_stop"
-    stops, goes_back, replaces, handles = (getattr(hook, name, None) for name in names)
-    if not any((goes_back, replaces, handles)) and stops is None:
-        return None
-    returns: list[type] = [] if stops is False else [Stop]
-    returns += [GoBack] if goes_back else []
-    returns += [Replace, Reweight] if replaces else []
-    return [*returns, *([Nonfinite] if handles else [])]
-
-
-def as_hook(hook: Any) -> Hook:
-    """Return a `Hook` of a function of an event, of an object, or of a `Hook`."""
-    if not isinstance(hook, Hook):
-        return from_object(hook)
-    if isinstance(hook.also, str) or not {*hook.also} <= {*EVENTS_WITHOUT_METRICS}:
-        refuse("Hook: also", "some of ('start', 'epoch')", repr(hook.also))
-    return hook if hook.name else hook._replace(name=hook_name(hook.update))
-
-
-class ObjectEffects(Sink):
-    """The effects of an object that `from_object` has made a hook of."""
-
-    def __init__(self, source: Any) -> None:
-        self.source, self.name = source, f"effects of {hook_key(source)}"
-        self.shows_progress = bool(getattr(source, "shows_progress", False))
-        self.writes_metrics = bool(getattr(source, "writes_metrics", False))
-
-    def open(self, step: int, total: int | None, seen: int) -> None:
-        call_optional(self.source, "open", step, total)
-        if seen < step:
-            call_optional(self.source, "rewind", seen)
-
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        call_optional(self.source, "write_config", config)
-
-    def end(self, state: Any) -> Any:
-        call_optional(self.source, "end_run")
-        return state
-
-    def flush(self) -> None:
-        call_optional(self.source, "flush")
-
-    def close(self) -> None:
-        call_optional(self.source, "close")
+    if isinstance(hook, Hook):
+        if isinstance(hook.also, str) or not {*hook.also} <= {*EVENTS_WITHOUT_METRICS}:
+            refuse("Hook: also", "some of ('start', 'epoch')", repr(hook.also))
+        return hook if hook.name else hook._replace(name=hook_name(hook.update))
+    if isinstance(hook, FunctionType) and not vars(hook):
+        return Hook(None, lambda _, event: (None, hook(event)), hook_name(hook))
+    return None
 
 
 def hook_name(hook: Any) -> str:
     """Name a hook by its function or class."""
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
-
-
-def hook_key(hook: Any) -> str:
-    """Return the key of an object's state in a checkpoint.
-
-    It is its `name` if it has one, and otherwise its function or class and its `metric`. It does
-    not depend on the other hooks.
-    """
-    if isinstance(name := getattr(hook, "name", None), str):
-        return name
-    watched = getattr(hook, "metric", None)
-    return f"{hook_name(hook)} {watched}" if isinstance(watched, str) else hook_name(hook)
-
-
-def has_state_of(hook: Any, state: Any, *names: str) -> bool:
-    """Whether a saved state has these names; if not, warn that it is of another hook."""
-    if isinstance(state, Mapping) and state.keys() >= {*names}:
-        return True
-    _warn_of_other(hook_key(hook))
-    return False
 
 
 def call_optional(owner: Any, method: str, *args: Any) -> Any:
@@ -388,15 +204,14 @@ def call_optional(owner: Any, method: str, *args: Any) -> Any:
 
 
 class Stopwatch:
-    """The seconds that the loop spends in its parts, by name.
+    """The seconds that the loop spends outside of steps, by activity.
 
-    The rest of its time, until `ended_at`, goes into steps: dispatching them and waiting for
-    devices.
+    The rest of the time, until `ended_at`, goes into dispatching steps and waiting for devices.
     """
 
     def __init__(self) -> None:
         self.seconds = defaultdict[str, float](float)
-        self.counts = defaultdict[str, int](int)  # how often a part was measured
+        self.counts = defaultdict[str, int](int)  # of measurements
         self.ended_at: float | None = None  # on the clock of `time.perf_counter`
 
     @contextmanager
@@ -442,8 +257,8 @@ class Hooks:
         self._parts = [f"hook {name.rpartition('.<locals>.')[2]}" for name in self.names]
         provides_none = [hook.provides is not None and not hook.provides for hook in hooks]
         self._order = sorted(range(len(hooks)), key=provides_none.__getitem__)
-        numbered = enumerate(sinks, len(hooks))  # objects get events as hooks
-        self._writers = [pair for pair in numbered if not isinstance(pair[1], ObjectEffects)]
+        numbered = enumerate(sinks, len(hooks))
+        self._writers = [pair for pair in numbered if type(pair[1]).write is not Sink.write]
         self.wants_epochs = any("epoch" in hook.also for hook in hooks)
         self.exact = any(hook.exact for hook in hooks)
         self.replaces = any(hook.declares(Replace, Reweight) for hook in hooks)
@@ -455,7 +270,7 @@ class Hooks:
     @property
     def init(self) -> States:
         """Copies of the first states of the hooks, and of the sinks."""
-        return tuple(x if x is _FRESH else deepcopy(x) for x in self._inits)
+        return tuple(x if x is NO_STATE else deepcopy(x) for x in self._inits)
 
     # Sinks
 
@@ -562,19 +377,19 @@ class Hooks:
         for name, state, init in zip(self.names, states, self._inits, strict=True):
             kept = _without_memory(state, init)
             # A hook without a state has none at first either.
-            has_none = kept is None and (state is not None or init is None or init is _FRESH)
-            if not has_none and kept is not _FRESH:
+            has_none = kept is None and (state is not None or init is None or init is NO_STATE)
+            if not has_none and kept is not NO_STATE:
                 saved.append([name, kept])
         return saved
 
     def from_saved(self, saved: Sequence[Any], before: States) -> States:
         """Return the states of a checkpoint, and first ones for those that it does not have.
 
-        States of one name match in order. What `before` has in memory alone is kept.
+        States of one name match in order. Entries that only memory has are taken from `before`.
         """
         names = self.names
         saved = [(current_hook_name(name, names), state) for name, state in saved]
-        known = {*self.names, "progress"}  # the default one may have given way to another
+        known = {*self.names, "progress"}  # the default one, which the user may have replaced
         missing = dict.fromkeys(name for name, _ in saved if name not in known)
         if missing:
             warn(
@@ -604,15 +419,16 @@ def sink_name(sink: Sink) -> str:
 
 
 def _checked(name: str, state: Any, init: Any) -> Any:
-    """Return a saved state, or the first one if it lacks a key of that."""
+    """Return a saved state, or the first state if a key is missing."""
     keys = [key for key in init if not _is_memory(key)] if isinstance(init, dict) else []
     if not keys or state is None or (isinstance(state, dict) and state.keys() >= {*keys}):
         return state
-    _warn_of_other(name)
+    warn_of_other(name)
     return init
 
 
-def _warn_of_other(name: str) -> None:
+def warn_of_other(name: str) -> None:
+    """Warn that a checkpoint has the state of another hook under a name."""
     warn(
         f"hooks: the state of {name} in the checkpoint is that of another hook of this name; "
         f"{name} starts over: give it another name"
@@ -624,17 +440,17 @@ def _is_memory(key: Any) -> bool:
 
 
 def _has_memory(init: Any) -> bool:
-    """Whether a first state, or one in it as that of a wrapped hook, has keys in memory alone."""
+    """Whether a first state, or that of a wrapped hook in it, has entries that stay in memory."""
     is_dict = isinstance(init, dict)
     return is_dict and any(_is_memory(key) or _has_memory(x) for key, x in init.items())
 
 
 def _without_memory(state: Any, init: Any) -> Any:
-    """Return a state without what stays in memory; None if nothing is left.
+    """Return a state without the entries that stay in memory; None if nothing is left.
 
-    That of an object stays as it is.
+    The state of an object is returned as it is.
     """
-    if not isinstance(state, dict) or init is _FRESH:
+    if not isinstance(state, dict) or init is NO_STATE:
         return state
     inner = {key: x for key, x in init.items() if _has_memory(x)} if isinstance(init, dict) else {}
     kept = {key: x for key, x in state.items() if not _is_memory(key)}
@@ -643,8 +459,8 @@ def _without_memory(state: Any, init: Any) -> Any:
 
 
 def _with_memory(state: Any, before: Any, init: Any) -> Any:
-    """Return a state with what `before` has in memory alone."""
-    if not isinstance(state, dict) or not isinstance(before, dict) or init is _FRESH:
+    """Return a state with the entries of `before` that stay in memory."""
+    if not isinstance(state, dict) or not isinstance(before, dict) or init is NO_STATE:
         return state
     inner = {key: x for key, x in init.items() if _has_memory(x)} if isinstance(init, dict) else {}
     known = {key: _with_memory(state.get(key) or x, before.get(key), x) for key, x in inner.items()}
@@ -652,7 +468,7 @@ def _with_memory(state: Any, before: Any, init: Any) -> Any:
 
 
 def find_save_interval(saving: float, saves: int, rest: float, steps: int) -> int:
-    """Return how many steps apart saves would take 5 % of the time.
+    """Return the number of steps between saves with which they take 5 % of the time.
 
     So far, `saves` took `saving` seconds, and `steps` the `rest` of the time.
     """

@@ -1,17 +1,28 @@
-"""What comes to a run from outside: signals, the clock, a lost lock, another process.
+"""What comes to a run from outside: signals, a lost lock, another process.
 
-`Inbox` is that of a single process, which acts on each request at once. `Voting` in
-`stepfold.cluster.voting` is that of several processes, which agree on them first.
+`Inbox` is a queue of requests for a single process, which acts on them between two steps. `Voting`
+in `stepfold.cluster.voting` is that of several processes, which first agree on them.
 """
 
 import math
+import os
+import signal
+import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from stepfold.core.processes import Position
+from stepfold.loop.events import Event
 from stepfold.loop.feed import BatchFeed
+from stepfold.loop.hook import Hooks, States
 from stepfold.loop.run import Kind, Request, Run
+
+if TYPE_CHECKING:
+    from stepfold.checkpoint.series import Series
 
 NO_VALUE = object()  # in place of a value: none is left, or a signal interrupted the wait
 
@@ -21,28 +32,27 @@ class WaitInterrupted(BaseException):
 
 
 class Inbox:
-    """Requests from outside the fold, until the fold reads them between two steps.
+    """Requests from outside the fold, until the fold takes them between two steps.
 
-    The methods are where several processes differ from one:
+    Several processes must act on the same requests after the same steps. The fold therefore calls a
+    method wherever they have to agree; a single process takes what has come:
 
-    - `hear`, between two stretches, and `hear_after_visit` add the requests on which all agree,
-      without waiting for them. Several processes dispatch a vote, and read the previous one.
-    - `hear_during_event` adds those that came while hooks saw an event, so that a save comes after
-      them. Several processes do not, since another may still call its hooks; they vote after the
-      visit.
-    - `settle`, after the last step, waits for a vote of all, so that all stop at the same step, for
-      requests of the same kinds.
-    - `conclude`, once hooks saw the last metrics, exchanges the requests with their reasons, which
-      votes do not hold. From then on the run is the same in all processes.
+    - `poll_votes` between two stretches, and `poll_votes_after_visit`. Several processes dispatch a
+      vote and read the previous one, without waiting.
+    - `take_if_alone` after an event, so that a save comes after requests made meanwhile. Several
+      processes take nothing there, since another one may still call its hooks.
+    - `vote_now` after the last step. Several processes wait for a vote, so that all stop at the
+      same step.
+    - `exchange_reasons` after hooks saw the last metrics, since votes hold only kinds of requests.
+      From then on the run is the same in all processes.
 
     An error of user code ends a single process at once. With several, the others may be in a step
     or a vote already, which needs all of them. So the process whose hook raised does all that the
     others do, except to call hooks, until a vote shows it to them. Nothing else may depend on it.
 
     Attributes:
-      agreed: the requests on which all processes agree, and which the fold has not read yet.
-      position: how far this process is, if there are others.
-      error: of a hook, if it is raised only once all processes have stopped and saved.
+      agreed: the requests that the fold has not taken yet; all processes agree on them.
+      position: the progress of this process, if there are others.
       signal: the number of the first signal to stop, once it has come.
       leaves_at_once: whether a second one has come.
       leave_together: whether all processes end the run with an error.
@@ -53,7 +63,6 @@ class Inbox:
     position: Position | None = None
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
         self.signal: int | None = None
         self.leaves_at_once = self.leave_together = self.is_waiting = False
         self.agreed = deque[Request]()
@@ -62,13 +71,24 @@ class Inbox:
         """Make a request from outside the fold; safe in any thread and in signal handlers."""
         self.agreed.append(request)
 
-    # In the fold
+    def poll_votes(self, run: Run) -> Run:
+        """Add the requests on which all processes agree."""
+        if not self.agreed:
+            return run
+        requests = []
+        while self.agreed:
+            requests.append(self.agreed.popleft())
+        return run.ask(*requests)
 
-    def join(self, feed: BatchFeed, run: Run) -> None:
-        """Join the others at the start of a fold, and check that all have equally many batches."""
+    poll_votes_after_visit = take_if_alone = vote_now = exchange_reasons = poll_votes
+
+    # Batches
+
+    def begin_fold(self, feed: BatchFeed, run: Run) -> None:
+        """Check that all processes have the same number of batches, and start counting steps."""
 
     def next_vote(self, step: int) -> float:  # noqa: ARG002
-        """Return the step after which `hear` has something to do, even if nothing came."""
+        """Return the step after which `poll_votes` votes, even if there is no request."""
         return math.inf
 
     def pull(self, feed: BatchFeed, run: Run, step: int, state: Any, count: int) -> list[Any]:  # noqa: ARG002
@@ -83,19 +103,6 @@ class Inbox:
                 break
             batches.append(batch)
         return batches
-
-    def hear(self, run: Run) -> Run:
-        """Add the requests on which all processes agree, without waiting for them."""
-        if not self.agreed:
-            return run
-        requests = []
-        while self.agreed:
-            requests.append(self.agreed.popleft())
-        return run.ask(*requests)
-
-    def hear_after_visit(self, run: Run) -> Run:
-        """Do the same as `hear`; several processes vote sooner, since hooks may have requests."""
-        return self.hear(run)
 
     def wait_for(self, function: Callable[..., Any], *args: Any, may_interrupt: bool = True) -> Any:
         """Call a function that may block; return `NO_VALUE` on StopIteration or a signal."""
@@ -112,46 +119,119 @@ class Inbox:
             self.is_waiting = False
         return value
 
-    def move(self, doing: str, step: int) -> None:
-        """Count how far this process is, to find out which one is stuck."""
+    def track(self, doing: str, step: int) -> None:
+        """Record what this process does, to find out which one is stuck."""
 
-    # In a visit
+    # Hooks
 
-    def ask(self, run: Run, *requests: Request) -> Run:
+    def propose(self, run: Run, *requests: Request) -> Run:
         """Make requests of hooks, which count once all processes agree."""
         return run.ask(*requests)
 
     def call_hooks(self, run: Run, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ARG002
         """Call hooks by a function; return `NO_VALUE` if they see no more events after an error.
 
-        `run` is the one before the event, which a resume then continues from.
+        `run` is the one before the event. A resume continues from it.
         """
         return function(*args)
 
-    def as_seen(self, run: Run) -> Run:
-        """Return the run as a checkpoint keeps it, with the events that hooks have yet to see."""
+    def update_hooks(
+        self,
+        run: Run,  # noqa: ARG002
+        hooks: Hooks,
+        states: States,
+        make_event: Callable[[], Event],
+    ) -> Any:
+        """Call hooks with an event with metrics; either all processes replace the state or none."""
+        return hooks.update(states, make_event())
+
+    def as_hooks_saw(self, run: Run) -> Run:
+        """Return the run for a checkpoint: after an error, without events that no hook saw."""
         return run
 
-    def hear_during_event(self, run: Run) -> Run:
-        """Add the requests that came during an event."""
-        return self.hear(run)
-
-    def withdraw(self, run: Run, *kinds: Kind, instead: Sequence[Request] = ()) -> Run:
-        """Return the run with `instead` in place of requests that are done, and end their votes."""
+    def drop_requests(self, run: Run, *kinds: Kind, instead: Sequence[Request] = ()) -> Run:
+        """Return the run with `instead` in place of some kinds of requests; end their votes."""
         return run.without(*kinds).ask(*instead)
 
-    def forget(self) -> None:
-        """Forget what hooks requested, since a checkpoint shows them later events again."""
+    def drop_hook_requests(self) -> None:
+        """Drop what hooks requested; after going back, they see the same events again."""
 
-    # At the end
-
-    def settle(self, run: Run) -> Run:
-        """Agree after the last step, on the kinds of requests."""
-        return self.hear(run)
-
-    def conclude(self, run: Run) -> Run:
-        """Collect the requests of all processes, with their reasons."""
-        return self.hear(run)
-
-    def raise_error(self, run: Run) -> None:
+    def raise_hook_error(self, run: Run) -> None:
         """Raise the error of a hook in any process, which has ended the run."""
+
+
+# Signals: SIGINT and SIGTERM stop the run after its step and a save, SIGUSR1 saves.
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAVE_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)  # not on Windows
+
+
+@contextmanager
+def handle_signals(inbox: Inbox) -> Iterator[None]:
+    """Put signals into an inbox, and restore the previous handlers; only in the main thread.
+
+    The run acts on them between two steps. A second signal to stop raises KeyboardInterrupt. The
+    handler also raises where the run waits for a batch or an evaluation: that may take long, and an
+    interrupt there loses nothing.
+    """
+    pid, previous = os.getpid(), dict[signal.Signals, Any]()
+
+    def restore_handlers() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if os.getpid() != pid:  # a child that a hook forked inherits the handlers
+            restore_handlers()
+            signal.raise_signal(number)
+        elif number == _SAVE_SIGNAL:
+            inbox.notify(Request(Kind.SAVE))
+        elif inbox.signal is not None:
+            inbox.leaves_at_once = True
+            raise KeyboardInterrupt
+        else:
+            inbox.signal = signal.Signals(number)
+            inbox.notify(Request(Kind.SIGNAL, 0, inbox.signal))
+            if inbox.is_waiting:
+                raise WaitInterrupted
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous |= {number: signal.signal(number, handle) for number in _STOP_SIGNALS}
+    # A handler that the program has for SIGUSR1 stays: schedulers and debuggers use it too.
+    if _SAVE_SIGNAL and signal.getsignal(_SAVE_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN):
+        previous[_SAVE_SIGNAL] = signal.signal(_SAVE_SIGNAL, handle)
+    try:
+        yield
+    finally:
+        restore_handlers()
+
+
+def print_waiting(inbox: Inbox, series: "Series") -> None:
+    """After a second signal, print that a save in progress delays the exit."""
+    saving = series.saving
+    if inbox.leaves_at_once and saving is not None:
+        with suppress(OSError, ValueError):  # the other end of a pipe may be gone
+            print(  # noqa: T201  a person interrupted twice, and sees nothing happen
+                f"waiting for the checkpoint of step {saving}, which is being written",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def raise_signal(inbox: Inbox, run: Run, result: Any) -> None:
+    """Raise the exception for a signal, with the result attached."""
+    # One that came after the last vote is raised too, now that everything is saved.
+    agreed = run.requests.get(Kind.SIGNAL)
+    number = inbox.signal if agreed is None else agreed.reason
+    if number is None:
+        return
+    error: Any = SystemExit(128 + number)
+    if number == signal.SIGINT:
+        error = KeyboardInterrupt(
+            f"{result.stop_reason}; the trained state is in this exception: in a notebook or "
+            "console, type: import sys; result = sys.last_value.result"
+        )
+    error.result = result
+    raise error

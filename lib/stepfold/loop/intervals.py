@@ -28,8 +28,8 @@ class Steps(NamedTuple):
     """The steps of an interval; it is true if there are any.
 
     Attributes:
-      returned: what the calls of the step returned, the last first: nested pairs, so that adding
-        one takes the same time in a long interval as in a short one.
+      returned: what the calls of the step returned, as nested pairs with the last call first, so
+        that adding a call takes constant time.
       before: the metrics of the steps before a resume, if it has some.
       step, time: the log point that ends the interval, and when that was.
       waited: the seconds spent waiting for batches by then; None if unknown.
@@ -49,7 +49,7 @@ class Steps(NamedTuple):
 
     @property
     def calls(self) -> list[Any]:
-        """What the calls returned, the first first."""
+        """What the calls returned, in order."""
         count, rest = 0, self.returned
         while rest:
             count, rest = count + 1, rest[1]
@@ -70,7 +70,7 @@ class Steps(NamedTuple):
         return Interval(self.step, *values, self.time if was_done else time.perf_counter())
 
     def save(self) -> Saved | None:
-        """Read what a checkpoint has to keep of an interval that is not over."""
+        """Read what a checkpoint keeps of an open interval."""
         if not self.returned:
             return self.before
         chunks = self._chunks()
@@ -87,7 +87,7 @@ class Steps(NamedTuple):
 
 
 def intervals_to_json(current: Steps, closed: Sequence[Steps]) -> dict[str, Any]:
-    """Return the open interval and the closed ones, which hooks have not seen, as JSON."""
+    """Convert the open interval, and closed ones that hooks have not seen, to JSON."""
     saved = current.save()
     read = [each.read() for each in closed]
     return {
@@ -116,7 +116,7 @@ def intervals_from_json(saved: Mapping[str, Any]) -> tuple[Steps, tuple[Steps, .
 
 
 def _rebuild(leaves: dict[str, np.ndarray], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the metrics of a chunk from leaves by path; drop those that steps do not return."""
+    """Build the metrics of a chunk from leaves by path; drop metrics that the step lacks."""
     metrics, used = {}, set[str]()
     for name, metric in like.items():
         expected = tree.named_leaves({name: metric})

@@ -36,8 +36,7 @@ class Interval(NamedTuple):
 class PerStepMetrics(Mapping[str, np.ndarray]):
     """Metrics step by step, each computed from its chunks when it is first looked up.
 
-    A metric is left out unless `can_read` accepts all of its chunks, which is found out at the
-    first look.
+    A metric is left out unless `can_read` accepts all of its chunks, which the first lookup checks.
     """
 
     def __init__(
@@ -187,7 +186,7 @@ def metric_values(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, flo
 
 
 def metric_value(metric: Any) -> Any:
-    """Read one metric; NaN if it has seen nothing."""
+    """Read one metric; NaN if its weight is zero."""
     if isinstance(metric, float | int | np.ndarray):  # read, or a number of a hook
         return metric
     traits = traits_of(metric)
@@ -201,10 +200,10 @@ def metric_value(metric: Any) -> Any:
 
 
 class Traits(NamedTuple):
-    """What is known of a class of metrics.
+    """Properties of a class of metrics.
 
-    It `merges` or `computes` if that method is the one of `Average`: it adds totals and weights, or
-    divides them.
+    `merges` and `computes` say whether it has these methods from `Average`: adding totals and
+    weights, and dividing them.
     """
 
     is_metric: bool
@@ -237,7 +236,7 @@ def _traits_of_class(cls: type) -> Traits:
 
 
 def _mean(metric: Any, traits: Traits, add: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """Divide totals by weights after adding them up; terms that have seen nothing are left out."""
+    """Divide totals by weights after adding them up; leave out terms of weight zero."""
     if not traits.is_term_sum:
         return _divide(add(metric.total), add(metric.count))
     counts = [add(term.count) for term in metric.terms.values()]
@@ -309,11 +308,10 @@ ReadPoints = Callable[[str | None], Mapping[str, Points]]
 class History(dict[str, Curve]):
     """The curve of each metric by name.
 
-    A run that resumes with a file of all metrics does not read that: it is read once somebody looks
-    at the history.
+    A run that resumes with a file of metrics reads the file only when the history is used.
     """
 
-    _read: ReadPoints | None = None  # what is not read yet
+    _read: ReadPoints | None = None  # reads the file, unless that is done
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -323,19 +321,19 @@ class History(dict[str, Curve]):
             curve.add(step, float(value))
 
     def read_later(self, read: ReadPoints) -> None:
-        """Let `read` return the points before all that are added."""
+        """Set the function that reads the earlier points when they are needed."""
         self._read = read
         self._are_read = set[str]()  # names of curves
 
     def curve(self, name: str) -> Curve:
-        """Return a curve, which may be empty; the others are not read for that."""
+        """Return a curve, without reading the others; empty if there is none."""
         if self._read is not None and name not in self._are_read:
             self._prepend(self._read(name))
             self._are_read.add(name)
         return dict.get(self, name, Curve())
 
     def complete(self) -> None:
-        """Read what is not read yet."""
+        """Read the earlier points, unless that is done."""
         if (read := self._read) is None:
             return
         earlier = read(None)
@@ -371,7 +369,7 @@ class History(dict[str, Curve]):
         }
 
     def set_state(self, state: Mapping[str, Sequence[bytes]]) -> None:
-        """Go to a saved state; of earlier points that it lacks, those known here are kept."""
+        """Restore a saved state; keep the points here that are earlier than those it has."""
         before, cut = dict(self), []
         self.clear()
         for name, (steps, values) in state.items():
@@ -393,7 +391,7 @@ class History(dict[str, Curve]):
 
 
 def _after_reading(name: str) -> Callable[..., Any]:
-    """Return a method of `dict` that first reads what a history has not read yet."""
+    """Return a method of `dict` that first completes the histories that it gets."""
     method = getattr(dict, name)
 
     @functools.wraps(method)

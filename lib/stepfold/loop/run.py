@@ -1,12 +1,10 @@
 """A run as one immutable value: all that steps and hooks change. Only its history grows in place.
 
-A checkpoint keeps the state, the position of the data, and what `to_checkpoint` returns.
-To resume, to go back, and to finish what an exception has interrupted are then the same: to fold on
-from another value.
+A checkpoint keeps the state, the position of the data, and what `to_checkpoint` returns. To resume,
+to go back and to continue after an exception are the same: fold from another value.
 
-Hooks, signals, the lock of the run directory and other processes make requests, which a run acts on
-between two steps, in a fixed order. They are a value of the run too, and why it ends follows from
-them.
+Hooks, signals, the lock of the run directory and other processes make requests. The run acts on
+them between two steps, the highest kind first. They are part of the run, and say why it ends.
 """
 
 import enum
@@ -22,8 +20,8 @@ from stepfold.loop.feed import DataPosition
 from stepfold.loop.intervals import Steps, intervals_from_json, intervals_to_json
 from stepfold.loop.metrics import History
 
-FORMAT = 3  # of a run in a checkpoint; incremented when its meaning changes
-_MAX_NOTES = 100  # on replacements of the state
+FORMAT = 3  # of a run in a checkpoint; to increment when the meaning changes
+_MAX_NOTES = 100
 # Attributes that a checkpoint keeps as they are, and their types.
 _PLAIN = {
     "epoch_ended_at": int,
@@ -62,7 +60,7 @@ class Request(NamedTuple):
 
 
 class Requests(tuple[Request, ...]):
-    """The requests that wait to be done: of each kind the first, and the first of a hook.
+    """Pending requests: the first of each kind, with those of hooks apart.
 
     >>> requests = Requests().add(Request(Kind.STOP, 7, Stop("hook", "enough")))
     >>> requests.due(6), requests.due(7).reason.message, requests.without(Kind.STOP).has(Kind.STOP)
@@ -72,7 +70,7 @@ class Requests(tuple[Request, ...]):
     __slots__ = ()
 
     def has(self, *kinds: Kind) -> bool:
-        """Whether a request of one of the kinds waits."""
+        """Whether a request of one of the kinds is pending."""
         return any(request.kind in kinds for request in self)
 
     def get(self, kind: Kind) -> Request | None:
@@ -80,7 +78,7 @@ class Requests(tuple[Request, ...]):
         return next((request for request in self if request.kind is kind), None)
 
     def add(self, *requests: Request) -> "Requests":
-        """Add requests, unless others of their kind wait already."""
+        """Add requests, unless others of their kind are pending."""
         known, waiting = {(each.kind, each.by_hook) for each in self}, list(self)
         for request in requests:
             if (request.kind, request.by_hook) not in known:
@@ -93,20 +91,20 @@ class Requests(tuple[Request, ...]):
         return Requests(request for request in self if request.kind not in kinds)
 
     def due(self, step: int) -> Request | None:
-        """Return the highest request that is due after a step; of several, the first."""
+        """Return the request of the highest kind that is due after a step; the first of several."""
         due = (request for request in self if request.step <= step)
         return max(due, key=lambda request: request.kind, default=None)
 
     def carried_over(self) -> "Requests":
-        """Return those that stay if the run continues from an earlier value.
+        """Return the requests that still count when the run continues from an earlier value.
 
-        That value has its own requests of hooks, and the end of the batches is to come again.
+        That value has its own requests of hooks, and the batches will end again.
         """
         obsolete = Kind.SAVE, Kind.END
         return Requests(each for each in self if not each.by_hook and each.kind not in obsolete)
 
     def to_checkpoint(self) -> list[Any] | None:
-        """Return the step at which the run has yet to stop for a hook, and the reason."""
+        """Return the step and the reason of a pending stop by a hook, or None."""
         stops = (each for each in self if each.kind is Kind.STOP and each.by_hook)
         return next(([stop.step, *stop.reason] for stop in stops), None)
 
@@ -146,16 +144,16 @@ class Run(NamedTuple):
       logged_step, logged_metrics: the step of the last event, and all metrics of that step.
       evaluated: the last step of each evaluation, by name.
       hyperparams: of the optimizer: those that the script sets, with the values that the run uses.
-      history: the curves of all metrics. It is the one field that grows in place, as a copy at each
-        event would make the cost of a run quadratic. That is allowed because it only changes at its
-        end: the curves of an earlier run are the beginning of those of a later one. To continue
-        from an earlier run, `from_checkpoint` makes another history, without what came after it.
+      history: the curves of all metrics. This field grows in place, since a copy at each event
+        would make the cost of a run quadratic. Curves only grow at their end, so those of an
+        earlier run are the beginning of those of a later one. `from_checkpoint` makes another
+        history, which ends at the checkpoint.
       closed: the intervals of earlier log points that hooks have not seen yet.
       hook_states: the states of the hooks and sinks, in their order.
-      requests: what is to be done between two steps.
-      notes: on replacements of the state: lists (step, why); with "weights" at the end, of those of
-        a mixture.
-      marks: the position of the data at the start and at the last log points.
+      requests: what to do between two steps.
+      notes: replacements of the state, as lists (step, why), or of the weights of a mixture, as
+        lists (step, why, "weights").
+      marks: positions of the data at the start and at the last log points.
       resumed: the step of the checkpoint that it resumed from, or last went back to; or None.
       has_news: whether hooks saw an event that the last checkpoint lacks.
       unsaved: why its state was not saved at the end, if it was not.
@@ -228,9 +226,9 @@ class Run(NamedTuple):
     def close_interval(self, waited: float, mark: DataPosition | None = None) -> "Run":
         """Close the interval of train metrics; nothing if it is empty.
 
-        `waited` are the seconds spent waiting for batches so far. At a log point, `mark` is the
-        position of the data. Those of the start and of three log points are kept: one of them
-        precedes each step that is not logged yet.
+        `waited` is the number of seconds spent waiting for batches so far. At a log point, `mark`
+        is the position of the data. The marks of the start and of the last three log points are
+        kept, so that one of them precedes each step that hooks have not seen.
         """
         if not self.current:
             return self
@@ -240,7 +238,7 @@ class Run(NamedTuple):
         return self._replace(current=Steps(), closed=(*self.closed, closed), marks=marks)
 
     def log(self, step: int, metrics: Mapping[str, float], hook_states: tuple[Any, ...]) -> "Run":
-        """Add the metrics of an event; the last one stays if they are those of an earlier step."""
+        """Add the metrics of an event. Those of an earlier step do not become the last ones."""
         self.history.add(step, metrics)
         if step < self.logged_step:
             return self._replace(hook_states=hook_states, has_news=True)
@@ -253,11 +251,11 @@ class Run(NamedTuple):
         )
 
     def note(self, *note: Any) -> "Run":
-        """Note that the state, or the weights of a mixture, were replaced."""
+        """Note a replacement of the state, or of the weights of a mixture."""
         return self._replace(notes=(*self.notes[1 - _MAX_NOTES :], [self.step, *note]))
 
     def has_note(self, *note: Any) -> bool:
-        """Whether a note that begins so was made at this step; without arguments, any note."""
+        """Whether a note of this step begins with these values; without values, any note."""
         expected = [self.step, *note]
         return any(each[: len(expected)] == expected for each in self.notes)
 
@@ -286,9 +284,19 @@ class Run(NamedTuple):
         """Why the run ends, in words."""
         if (end := self.end) is None:
             return None
-        stop = _as_stop(end, self.step)
+        match end.kind:
+            case Kind.SIGNAL:
+                kind, message = "signal", f"{Signal(end.reason).name} at step {self.step}"
+            case Kind.GO_BACK:
+                is_request = isinstance(end.reason, GoBack)
+                kind, message = "go_back", end.reason.why if is_request else str(end.reason)
+            case Kind.END:
+                kind, message = end.reason
+            case _:
+                kind, message = end.reason
+                message = f"{message}; stopped at step {self.step}".removeprefix("; ")
         why = f"; not saved, because {self.unsaved}" if self.unsaved else ""
-        return stop._replace(message=f"{stop.message}{why}")
+        return Stop(kind, f"{message}{why}")
 
     @property
     def is_interrupted(self) -> bool:
@@ -303,9 +311,8 @@ class Run(NamedTuple):
         """Return what a checkpoint keeps next to the state and the position of the data.
 
         `hooks` are the names and states of hooks.
-        Its size does not grow with the run. Without `has_history`, the history is in a file. If
-        hooks are not called at the ends of epochs, one that a resume adds does not see that of this
-        step.
+        Its size does not grow with the run. Without `has_history`, the history is in a file.
+        Without `logs_epochs`, a hook that a resume adds does not see an epoch that ends here.
         """
         saved = {name: getattr(self, name) for name in _PLAIN}
         saved |= {} if logs_epochs else {"epoch_ended_at": self.step}
@@ -323,9 +330,9 @@ class Run(NamedTuple):
     def from_checkpoint(self, saved: Mapping[str, Any], state: Any, step: int) -> "Run":
         """Return this run as of a checkpoint: `saved` is what `to_checkpoint` returned there.
 
-        It may hold anything, and is empty if the checkpoint is of a state alone. The result keeps
-        the target of this run, and the requests that did not come from hooks. The total, the number
-        of batches and the states of hooks are left to `continue_from`, since they depend on the
+        `saved` may hold anything, and is empty if the checkpoint has only a state. The result keeps
+        the total of this run, and the requests that did not come from hooks. `continue_from` sets
+        the number of batches, the states of hooks and perhaps the total, since they depend on the
         arguments of `fit`.
         """
         run = Run.start(state, step, step, self.total, {})._replace(
@@ -352,16 +359,3 @@ class Run(NamedTuple):
             closed=closed,
             notes=tuple(saved["replacements"]),
         )
-
-
-def _as_stop(request: Request, step: int) -> Stop:
-    """Return why a request ends a run at a step."""
-    if request.kind is Kind.SIGNAL:
-        return Stop("signal", f"{Signal(request.reason).name} at step {step}")
-    if request.kind is Kind.GO_BACK:
-        why = request.reason.why if isinstance(request.reason, GoBack) else str(request.reason)
-        return Stop("go_back", why)
-    kind, message = request.reason
-    if request.kind is Kind.END:
-        return Stop(kind, message)
-    return Stop(kind, "; ".join(filter(None, [message, f"stopped at step {step}"])))

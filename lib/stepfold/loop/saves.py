@@ -1,52 +1,47 @@
-"""Checkpoints of a run: one decision about a save, and what it writes."""
+"""Checkpoints of a run: decide whether a save is due, and write it."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from stepfold.checkpoint.series import SaveKind, Series
 from stepfold.checkpoint.steps import order_by
 from stepfold.core.processes import broadcast_from_first
-from stepfold.core.state import has_nan, is_available
-from stepfold.errors import ConfigError, refuse, warn
-from stepfold.internals import texts
+from stepfold.core.state import has_nan
+from stepfold.errors import warn
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.events import GoBack, Stop
 from stepfold.loop.feed import BatchFeed
 from stepfold.loop.hook import Hooks, find_save_interval
 from stepfold.loop.inbox import Inbox
 from stepfold.loop.run import Kind, Request, Run
-from stepfold.loop.schedule import Plan
-from stepfold.loop.step_runner import StepRunner
+from stepfold.loop.schedule import Schedule
 
 _SLOW_SAVES = 30.0  # seconds in saves, from which on a fifth of the time is worth a warning
 
 
-class Due(NamedTuple):
-    """A save that is due: its kind, and why.
+Due = SaveKind | Literal["metadata"]
+"""What a save at a step writes: the state, as a checkpoint of a kind, or metadata.
 
-    `kind` is `"permanent"`, `"requested"` or `"temporary"` for the state, or `"metadata"` for what
-    was measured after the state was saved. Requested saves, and those that an evaluation needs, do
-    not count as scheduled where old steps are deleted.
-    """
-
-    kind: SaveKind | Literal["metadata"]
+Metadata is what was measured after the state was saved. Requested saves, and those that an
+evaluation needs, do not count as scheduled where old steps are deleted.
+"""
 
 
 class Saves:
-    """The checkpoints of a run; without a series, it has none.
+    """The checkpoints of a run.
 
-    `describe` returns what a checkpoint holds next to the state, and `awaits` the evaluations that
-    another process makes of the step of a run. `stopped` is what the restored checkpoint holds, if
-    the run has yet to stop there.
+    `find_target` returns the step to go back to, or why to stop instead. `describe` returns what a
+    checkpoint holds next to the state, and `awaits` the evaluations that another process makes of
+    the step of a run. `stopped` is what the restored checkpoint holds, if the run has yet to stop
+    there.
     """
 
     def __init__(
         self,
-        series: Series | None,
-        find_target: Callable[[GoBack], int | Stop] | None,
-        plan: Plan,
+        series: Series,
+        find_target: Callable[[GoBack], int | Stop],
+        schedule: Schedule,
         feed: BatchFeed,
         hooks: Hooks,
         inbox: Inbox,
@@ -55,40 +50,31 @@ class Saves:
         awaits: Callable[[Run], Sequence[str]],
         stopped: Mapping[str, Any] | None = None,
     ) -> None:
-        self._series, self._find_target = series, find_target
-        self._plan, self._feed, self._hooks = plan, feed, hooks
+        self._series, self.find_target = series, find_target
+        self._schedule, self._feed, self._hooks = schedule, feed, hooks
         self._inbox, self._evaluations = inbox, evaluations
         self._describe, self._awaits, self._stopped = describe, awaits, stopped
-        self._has_warned = self._has_warned_of_time = False
+        self._has_warned_of_time = False
         # The step, time, seconds in saves and their number, after the first save.
         self._first: tuple[int, float, float, int] | None = None
-
-    def next(self, run: Run) -> float:
-        """Return the next step after which a save is scheduled."""
-        if self._series is None:
-            return math.inf
-        schedules = self._series.policy.schedules
-        return min(self._plan.next_due(schedule, run.step) for schedule in schedules)
 
     # The decision
 
     def find_due(self, run: Run) -> Due | None:
-        """Decide about a save between two steps, at the start of a run or after it.
+        """Decide about a save between two steps.
 
-        With several processes, all of them call this at the same steps: a schedule in minutes goes
-        by the clock of process 0.
+        All processes call this at the same steps, since a schedule in minutes uses the clock of
+        process 0.
         """
         series, request = self._series, run.requests.get(Kind.SAVE)
         is_asked = request is not None and request.step <= run.step and run.end is None
-        if series is None:
-            return None
         is_needed = self._is_needed(run)
         if run.is_at_start:
             is_permanent = is_needed or run.step == run.began
             return self._decide(run, "permanent" if is_permanent else None, is_needed=is_needed)
         if run.end is not None:
             return None
-        epoch = self._plan.epochs_done(run.step) if series.policy.every_epochs else None
+        epoch = self._schedule.epochs_done(run.step) if series.policy.every_epochs else None
         kind = series.kind_due(run.step, epoch=epoch)
         if is_asked or is_needed:
             kind = kind if kind == "permanent" else "requested"
@@ -96,32 +82,32 @@ class Saves:
 
     def find_last(self, run: Run) -> Due | None:
         """Decide about the save at the end of a run, and after an exception."""
-        return None if self._series is None else self._decide(run, "permanent")
+        return self._decide(run, "permanent")
 
     def _decide(self, run: Run, kind: SaveKind | None, *, is_needed: bool = False) -> Due | None:
-        """Return what a save writes at this step, if one of a kind is scheduled or requested.
+        """Return what a save of some kind writes at this step, or None.
 
-        A state that may be wrong, or that the run is to go back from, is not saved. A resume
+        A state that may be wrong is not saved, nor one from which the run goes back. A resume
         repeats the steps since the previous checkpoint, with the same bits.
         """
         series = self._series
         is_wrong = run.requests.has(Kind.CORRUPTION, Kind.GO_BACK)
-        if series is None or is_wrong:
+        if is_wrong:
             return None
         if run.step == series.saved:  # the last evaluation may come after the save
-            return Due("metadata") if run.is_complete and run.has_news else None
+            return "metadata" if run.is_complete and run.has_news else None
         # A checkpoint in the temporary directory is saved again, since that may be lost.
         is_promoted = kind is not None and kind != "temporary" and series.restored_temporary
         is_start = run.resumed is None and (series.policy.at_start or is_needed)
         if not run.is_at_start or is_promoted or is_start:
-            return Due(kind) if kind is not None else None
+            return kind
         # A resume replays the events that have replaced the state since the checkpoint.
         has_news = run.resumed is not None and run.has_news and not run.has_note()
-        return Due("metadata") if has_news else None
+        return "metadata" if has_news else None
 
     def _is_needed(self, run: Run) -> bool:
         """Whether an evaluation needs the step, here or in another process."""
-        is_saved = self._series is not None and self._series.saved == run.step
+        is_saved = self._series.saved == run.step
         return (not is_saved and bool(self._awaits(run))) or self._is_best(run)
 
     def _is_best(self, run: Run) -> bool:
@@ -130,11 +116,11 @@ class Saves:
         Metrics of train steps belong to the state before those steps.
         """
         series, inbox = self._series, self._inbox
-        ranking = None if series is None else series.ranking
-        if series is None or ranking is None or ranking[0].startswith("train/"):
+        ranking = series.ranking
+        if ranking is None or ranking[0].startswith("train/"):
             return False
         is_measured = any(
-            self._plan.evaluates(each, run.step, run.began) for each in self._evaluations
+            self._schedule.evaluates(each, run.step, run.began) for each in self._evaluations
         )
         if not is_measured or run.step == series.saved or run.end is not None:
             return False
@@ -145,17 +131,17 @@ class Saves:
 
     def is_wrong(self, run: Run, due: Due) -> bool:
         """Whether a save would write a NaN in a parameter."""
-        return self._series is not None and due.kind != "metadata" and has_nan(run.state)
+        return due != "metadata" and has_nan(run.state)
 
     # The save
 
     def save(self, run: Run, due: Due | None, *, has_user_code: bool = True) -> Run:
-        """Save what is due; a NaN in a parameter ends the run instead.
+        """Save what is due; if a parameter is NaN, end the run instead.
 
         Without `has_user_code`, the data position and the states of hooks are left out.
         """
         series = self._series
-        if series is None or due is None:
+        if due is None:
             return run
         if self.is_wrong(run, due):
             if run.end is None:
@@ -164,7 +150,7 @@ class Saves:
         metrics = run.logged_metrics if run.logged_step == run.step else {}
         extra = self._describe(run if has_user_code else run._replace(hook_states=()))
         self._stopped = None if run.requests.to_checkpoint() is None else extra
-        if due.kind == "metadata":  # add to the checkpoint that the run resumed from
+        if due == "metadata":  # add to the checkpoint that the run resumed from
             self._hooks.flush()
             series.add_later(run.step, metrics=metrics, extra=extra)
             return run._replace(has_news=False)
@@ -176,15 +162,13 @@ class Saves:
                 metrics=metrics,
                 extra=extra,
                 before_commit=self._hooks.flush,
-                kind=due.kind,
+                kind=due,
                 awaits=self._awaits(run),
             )
         return run._replace(has_news=False)
 
     def describe_end(self, run: Run) -> dict[str, Any]:
         """Return what the checkpoint of a run that stopped early holds: a later one continues."""
-        if self._series is None:
-            return {}
         extra = self._stopped or self._describe(run)
         return {**extra, "fit": {**extra["fit"], "stop": None}}
 
@@ -196,41 +180,24 @@ class Saves:
         series, rank = self._series, self._rank(ended)
         has_news = self._stopped is not None or rank != self._rank(run)
         has_news = has_news and not ended.requests.has(Kind.CORRUPTION)
-        if series is not None and has_news and run.step in (series.saved, run.resumed):
+        if has_news and run.step in (series.saved, run.resumed):
             self._hooks.flush()
             series.add_later(run.step, metrics=rank, extra=extra)
 
     def _rank(self, run: Run) -> dict[str, float]:
         """Return the metric that ranks checkpoints, if an evaluation has measured it here."""
-        name = None if self._series is None else self._series.policy.best
+        name = self._series.policy.best
         metrics = run.logged_metrics if run.logged_step == run.step else {}
         is_known = name is not None and name in metrics and not name.startswith("train/")
         return {name: metrics[name]} if name is not None and is_known else {}
 
     def wait(self) -> None:
         """Wait until the last save is on disk."""
-        if self._series is not None:
-            self._series.wait()
+        self._series.wait()
 
     def has_saved(self, run: Run) -> bool:
         """Whether the state of this step was saved by this call."""
-        return self._series is not None and run.step == self._series.saved
-
-    def find_target(self, request: GoBack) -> int | Stop:
-        """Return the step to go back to, or why to stop instead."""
-        if self._find_target is None:
-            expected = "checkpoints=… for a hook that lets the run go back"
-            advice = f"give sf.Checkpoints(every=…): {request.why}"
-            refuse("hooks", expected, "none", advice)
-        return self._find_target(request)
-
-    # Warnings
-
-    def warn_of_none(self) -> None:
-        """Warn once of a request to save if there are no checkpoints."""
-        if self._series is None and not self._has_warned:
-            self._has_warned = True
-            warn("SIGUSR1 ignored: fit has no checkpoints; give checkpoints=…")
+        return run.step == self._series.saved
 
     def warn_of_time(self, run: Run) -> None:
         """Warn once if saves take much of the time since the first of them."""
@@ -247,37 +214,3 @@ class Saves:
                 f"checkpoints: {saves} saves took {saving:.0f} of the last {elapsed:.0f} s; every "
                 f"{every} steps, they would take 5 % of the time"
             )
-
-
-def rescue(
-    error: BaseException, run: Run, saves: Saves, feed: BatchFeed, runner: StepRunner, inbox: Inbox
-) -> None:
-    """Save after an exception, but not with several processes: the others do not take part."""
-    run = run._replace(is_complete=False)
-    if isinstance(error, FloatingPointError) and texts.DEBUG_NANS.match(str(error)):
-        error.add_note(
-            f"jax_debug_nans ended the run after step {run.step}. It ignores a NaN that "
-            "skip_nonfinite or a loss scale skips. Turn it off to let on_nonfinite end "
-            "the run, with a capsule for sf.debug.replay."
-        )
-    if run.state is None or not is_available(run.state):
-        explanation = runner.explain(error)
-        if explanation is not None:
-            raise explanation from error
-    elif inbox.is_alone and not feed.has_position(run.batches_used):
-        error.add_note(
-            f"step {run.step} was not saved, since the batches are ahead of it and cannot go "
-            "back: a resume starts from the previous checkpoint"
-        )
-    elif inbox.is_alone:
-        try:
-            due = saves.find_last(run)
-            try:
-                saves.save(run, due)
-            except ConfigError as failure:  # a position or hook state that cannot be saved
-                error.add_note(
-                    f"only the state is saved, for sf.restore, not for a resume: {failure}"
-                )
-                saves.save(run, due, has_user_code=False)
-        except Exception as failure:  # noqa: BLE001  it must not replace the error
-            error.add_note(f"the state could not be saved: {type(failure).__name__}: {failure}")

@@ -1,4 +1,4 @@
-"""The plan of a run: what is due after a step, and when metrics are read. It is pure functions."""
+"""The schedule of a run: pure functions of a step that return what is due after it."""
 
 import math
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from typing import Any
 
 from stepfold.data.epochs import EpochEnds
 
-_LONG = 20  # steps between log points, from which on the next one is too late to read metrics
+_LONG = 20  # steps between log points: with as many, the next one is too late to read metrics
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """When something is due: log points, evaluations, saves, the ends of epochs and of the run.
 
     The device needs work while hooks run, so the metrics of a log point are read `delay` steps
-    later, at the step `read_step(log_point)`. They are read at once where an evaluation, a save,
-    the end of an epoch or the end of the run depends on what hooks say. No call of several steps
-    crosses that step, so `delay_of` chooses one that usual calls reach anyway.
+    later, at the step `read_step(log_point)`. They are read at once at an evaluation, a save, and
+    the end of an epoch or of the run, which depend on what hooks return. No call of several steps
+    crosses the step of a read, so `delay_of` chooses a step that usual calls reach anyway.
 
     Attributes:
       log_every: the steps between log points, counted from step 0 of the state.
@@ -31,7 +31,7 @@ class Plan:
     """
 
     log_every: int
-    total: int | None
+    total: int | None = None
     recurring: Sequence[Any] = ()
     epoch_ends: EpochEnds | None = None
     first_step: int = 0
@@ -41,7 +41,7 @@ class Plan:
 
     @staticmethod
     def delay_of(log_every: int) -> int:
-        """Return the delay for this distance of log points, if nothing needs the exact state.
+        """Return the delay for a distance of log points, unless a hook needs the exact state.
 
         Metrics are read at the next log point; if that is 20 steps away or more, they are read 10
         steps later, or 16 for multiples of 8 that are none of 10.
@@ -99,18 +99,18 @@ class Plan:
         following += [] if self.total is None else [self.total]
         return min([each for each in following if each > step])
 
-    def next_due(self, item: Any, step: int) -> float:
-        """Return the first step after one at which one of `recurring` is due."""
-        by_step = step + item.every - step % item.every if item.every else math.inf
-        return min(by_step, self._next_epochs(step, item.every_epochs or 0))
-
-    def next_size(self, step: int) -> float:
-        """Return the first step after one at which the batch size changes."""
-        return min((each for each in self.size_changes if each > step), default=math.inf)
+    def next_due(self, step: int) -> float:
+        """Return the first step after one at which anything is due."""
+        following: list[float] = [self.next_log_point(step)]
+        following += [each for each in self.size_changes if each > step]
+        for item in self.recurring:
+            following += [step + item.every - step % item.every] if item.every else []
+            following += [self._next_epochs(step, item.every_epochs)] if item.every_epochs else []
+        return min(following)
 
     def _next_epochs(self, step: int, count: int) -> float:
         """Return the next step that ends an epoch whose number is a multiple of `count`."""
-        if self.epoch_ends is None or not count:
+        if self.epoch_ends is None:
             return math.inf
         done = self.epoch_ends.done(step - self.first_step)
         return self.first_step + self.epoch_ends.end((done // count + 1) * count)

@@ -74,7 +74,7 @@ class StepRunner:
             return run(state, batch)
 
     def one(self) -> Step:
-        """Return what runs the step on a batch: the program itself, once there is one."""
+        """Return a function that runs the step on a batch: the program itself, if there is one."""
         program = self._programs.get((self.batch_size, 1))
         settings: Any = jax.config
         is_guarded = settings.jax_transfer_guard_host_to_device == "disallow"
@@ -83,7 +83,7 @@ class StepRunner:
         return program
 
     def set_batch_size(self, size: int, later: Sequence[int]) -> None:
-        """Expect batches of another size; the first one compiles for the `later` sizes too."""
+        """Set the batch size; the next call that compiles also compiles for the `later` sizes."""
         if later and isinstance(self._step, CompiledStep):
             sizes = f"{size} and later of {', '.join(map(str, later))}"
             expected = f"one that is not compiled, for batches of {sizes}"
@@ -230,7 +230,7 @@ def unpack(calls: Sequence[Any]) -> list[Any]:
 
 
 def _form_of(call: Any) -> Any:
-    """Return what calls must have in common for their metrics to be stacked."""
+    """Return what must be equal for metrics of calls to be stacked."""
     leaves, structure = jax.tree.flatten(call)
     return structure, [np.shape(leaf) for leaf in leaves]
 
@@ -261,7 +261,7 @@ def _fetch(calls: Sequence[PackedMetrics]) -> list[list[np.ndarray]]:
 
 
 def _signature(state: Any, batch: Any) -> tuple[Any, ...]:
-    """Return what distinguishes most programs; `is_current` compares the rest."""
+    """Return a key that tells most programs apart; `is_current` compares the rest."""
     leaves, structure = jax.tree.flatten((state, batch))
     if not all(tree.is_data(leaf, abstract=True) for leaf in leaves):
         return (object(),)  # equal to no other: compiling raises the error

@@ -2,6 +2,7 @@
 
 `fit.py` puts a run together. `resume.py` continues from a checkpoint, and skips the batches that
 `rollback.py` has noted. `files.py` opens what a run directory holds, and `upload.py` copies it.
+`evaluator.py` evaluates checkpoints in another process, and `remote.py` reads its results.
 """
 
 from typing import TYPE_CHECKING

@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any
 
 from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.checkpoint.leaves import check_values
@@ -16,7 +16,7 @@ from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.events import Event, GoBack, Nonfinite, Stop
 from stepfold.loop.feed import BatchFeed
 from stepfold.loop.fold import Part
-from stepfold.loop.hook import EVENTS_WITHOUT_METRICS, Hook, ObjectEffects, Sink, as_hook
+from stepfold.loop.hook import EVENTS_WITHOUT_METRICS, Hook, Sink, read_hook
 from stepfold.loop.metrics import History
 from stepfold.loop.step_runner import StepRunner
 from stepfold.tree import describe_value
@@ -52,10 +52,10 @@ def check_checkpoints(checkpoints: Any, evaluations: Sequence[Evaluation]) -> No
     """Refuse anything but a policy, and none if another process evaluates checkpoints."""
     if checkpoints is not None:
         read_instance("checkpoints", checkpoints, Checkpoints, "sf.Checkpoints(every=…)")
-    elsewhere = [evaluation.name for evaluation in evaluations if evaluation.elsewhere]
-    if checkpoints is None and elsewhere:
-        argument, expected = f"{elsewhere[0]}: elsewhere=True", "checkpoints=… to evaluate"
-        refuse(argument, expected, "none", "give sf.Checkpoints(), or leave elsewhere out")
+    remote = [evaluation.name for evaluation in evaluations if evaluation.remote]
+    if checkpoints is None and remote:
+        argument, expected = f"{remote[0]}: remote=True", "checkpoints=… to evaluate"
+        refuse(argument, expected, "none", "give sf.Checkpoints(), or leave remote out")
 
 
 def with_default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:
@@ -97,7 +97,7 @@ def check_evaluations(evaluation: Any, state: Any) -> list[Evaluation]:
 
 
 def check_batches(feed: BatchFeed, evaluations: Sequence[Evaluation], steps_per_call: int) -> None:
-    """Refuse batches that do not go with the other arguments."""
+    """Refuse batches that do not fit the other arguments."""
     if feed.reads_state and steps_per_call > 1:
         refuse("steps_per_call", "1 for batches that read the state", f"{steps_per_call}")
     for evaluation in evaluations:  # it would move the position of the training data
@@ -106,39 +106,39 @@ def check_batches(feed: BatchFeed, evaluations: Sequence[Evaluation], steps_per_
             refuse("evaluation", "other batches than those of the training", "the same", advice)
 
 
-class Given(NamedTuple):
-    """What `fit` was given as hooks, by kind."""
-
-    parts: list[Part]
-    hooks: list[Hook]
-    sinks: list[Sink]
-
-
 _EFFECTS = (
     *("open", "rewind", "write_config", "end_run", "flush", "close"),
     *("shows_progress", "writes_metrics"),
 )
 
 
-def read_hooks(hooks: Any) -> Given:
-    """Separate hooks, sinks, and parts of a run, which have `next` and `is_due`."""
-    given, is_list = Given([], [], []), isinstance(hooks, list | tuple)
-    for hook in hooks if is_list and not isinstance(hooks, Hook) else [hooks]:
+def read_hooks(hooks: Any) -> tuple[list[Part], list[Hook], list[Sink]]:
+    """Separate parts of a run, which have `next` and `is_due`, hooks and sinks."""
+    parts, pure, sinks = list[Part](), list[Hook](), list[Sink]()
+    is_several = isinstance(hooks, list | tuple) and not isinstance(hooks, Hook)
+    for hook in hooks if is_several else [hooks]:
         if isinstance(hook, Sink):
-            given.sinks.append(hook)
+            sinks.append(hook)
         elif hasattr(hook, "next") and hasattr(hook, "is_due"):
-            given.parts.append(hook)
+            parts.append(hook)
         else:
             is_pure = isinstance(hook, Hook)
             _check_callable(hook.update if is_pure else hook, 2 if is_pure else 1)
-            given.hooks.append(made := as_hook(hook))
-            if any(hasattr(made.source, name) for name in _EFFECTS):
-                given.sinks.append(ObjectEffects(made.source))
-    return given
+            read = read_hook(hook)
+            if read is None:
+                from stepfold.hooks.objects import from_object  # lazy: a plain run has none
+
+                read = from_object(hook)
+            pure.append(read)
+            if any(hasattr(read.source, name) for name in _EFFECTS):
+                from stepfold.hooks.objects import ObjectEffects  # lazy: a plain run has none
+
+                sinks.append(ObjectEffects(read.source))
+    return parts, pure, sinks
 
 
 def _check_callable(hook: Any, count: int) -> None:
-    """Refuse what is not a function of an event, or of a state and an event."""
+    """Refuse anything but a function of an event, or of a state and an event."""
     # Functions of this package that make hooks; those that are hooks say what they provide.
     is_maker = isinstance(hook, type) or (
         inspect.isfunction(hook)
@@ -222,22 +222,26 @@ def check_resumable(
             refuse(argument, expected, got, "add it, or drop get_state")
 
 
+def watch_metrics(
+    hooks: Sequence[Hook], checkpoints: Checkpoints | None, evaluations: Sequence[Evaluation]
+) -> "WatchedMetrics | None":
+    """Check the names of metrics that hooks and `Checkpoints(best=…)` depend on, if any."""
+    named = {hook.metric: "hooks" for hook in hooks if hook.metric}
+    if checkpoints is not None and checkpoints.best is not None:
+        named[checkpoints.best] = "Checkpoints(best=…)"
+    return WatchedMetrics(named, hooks, evaluations) if named else None
+
+
 class WatchedMetrics:
-    """Check that the metrics exist that hooks and `Checkpoints(best=…)` depend on."""
+    """Metrics, each with the argument of `fit` that needs it: check that they are measured."""
 
     def __init__(
-        self,
-        hooks: Sequence[Hook],
-        checkpoints: Checkpoints | None,
-        evaluations: Sequence[Evaluation],
+        self, named: Mapping[str, str], hooks: Sequence[Hook], evaluations: Sequence[Evaluation]
     ) -> None:
-        named: Any = [(hook.metric, "hooks") for hook in hooks]
-        self.unseen: dict[str, str] = {metric: argument for metric, argument in named if metric}
-        if checkpoints is not None and checkpoints.best is not None:
-            self.unseen[checkpoints.best] = "Checkpoints(best=…)"
+        self.unseen = {**named}
         self.saw_event = False
         # Their results may come after the end of the run.
-        self._elsewhere = tuple(f"{each.name}/" for each in evaluations if each.elsewhere)
+        self._remote = tuple(f"{each.name}/" for each in evaluations if each.remote)
         provided = [hook.provides for hook in hooks]
         self._knows_names = None not in provided
         prefixes = ["train/", *(f"{evaluation.name}/" for evaluation in evaluations)]
@@ -264,9 +268,9 @@ class WatchedMetrics:
         self.unseen = {metric: arg for metric, arg in unseen if metric not in event.metrics}
 
     def warn_of_unseen(self, history: History) -> None:
-        """Warn of metrics that were never measured, not even before a resume."""
+        """Warn of metrics that were never measured, before a resume either."""
         for metric, argument in self.unseen.items() if self.saw_event else ():
-            if not history.curve(metric) and not metric.startswith(self._elsewhere):
+            if not history.curve(metric) and not metric.startswith(self._remote):
                 warn(
                     f"{argument}: {metric} was never measured, so it had no effect; the metrics "
                     f"are {', '.join(sorted(history))}",

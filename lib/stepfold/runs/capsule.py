@@ -27,8 +27,9 @@ from stepfold.core.validation import absolute_path, is_url, read_instance
 from stepfold.errors import CheckpointError, ConfigError, refuse, warn
 from stepfold.json_files import check_plain, has_form, is_count, is_range
 from stepfold.loop.events import Nonfinite
-from stepfold.loop.feed import BatchFeed, DataPosition, reread
+from stepfold.loop.feed import BatchFeed, DataPosition
 from stepfold.loop.run import Run
+from stepfold.runs.reread import reread
 
 _VERSION = 2
 _JSON, _BATCH = "capsule.json", "batch"
@@ -172,7 +173,7 @@ def take_capsule(
 
 
 def _with_changes(feed: BatchFeed, mark: DataPosition, used: int) -> DataPosition:
-    """Add the changes of weights since to an earlier position, to read the batches again."""
+    """Add later changes of weights to an earlier position, to read the batches again."""
     changes = feed.position(used).get("weights") if hasattr(feed.iterator, "reweight") else None
     if changes is None or mark.position is None:
         return mark
@@ -380,7 +381,7 @@ _FORM = {
 
 
 def _parse(path: Path, content: Any) -> Capsule:
-    """Make a capsule of JSON with an intact checksum, which may still hold anything."""
+    """Make a capsule from JSON, which may hold anything even if its checksum is right."""
     check_plain(content)
     if is_count(content["version"]) and content["version"] != _VERSION:
         expected, got = f"a capsule of version {_VERSION}", f"{content['version']}"

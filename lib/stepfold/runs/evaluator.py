@@ -68,7 +68,7 @@ def evaluate_run(
     It restores the parameters alone, on the devices of this process, and changes no checkpoint. A
     result is written once next to the checkpoints, whichever process is killed. The bits are those
     of the same evaluation in `fit`, on the same kind of devices. If `fit` has the evaluation with
-    `elsewhere=True`, the numbers join its history, its files, its hooks and the ranking of its
+    `remote=True`, the numbers join its history, its files, its hooks and the ranking of its
     checkpoints. Of any other run, each checkpoint is evaluated, and only the ranking changes.
 
     It returns when the run has ended and all of its steps are evaluated. A run that a signal, an
@@ -156,7 +156,7 @@ class _Due(NamedTuple):
 
 
 class _Follower:
-    """The checkpoints of a run, and what is to be evaluated of them."""
+    """The checkpoints of a run, and the evaluations that they still need."""
 
     def __init__(
         self, run_dir: Any, like: Any, evaluations: Sequence[Evaluation], *, takes_all: bool
@@ -219,7 +219,7 @@ class _Follower:
         return [_Due(*each) for each in due], has_ended
 
     def _warn_of_names(self) -> None:
-        """Warn once of evaluations that a run with others elsewhere does not await."""
+        """Warn once of evaluations that are not among those that the run awaits."""
         awaited = read_run(self._store).get("names", [])
         unknown = [name for name in self._evaluations if name not in awaited]
         if awaited and unknown and not self._has_warned:
@@ -231,7 +231,7 @@ class _Follower:
             warn(text, RuntimeWarning)
 
     def _hold(self, steps: list[int]) -> None:
-        """Keep the run from deleting steps; it also waits at its end for a process that does."""
+        """Hold a lease on steps: the run does not delete them, and waits for it at its end."""
         if not self._store.steps():
             return
         if self._lease is None:
@@ -303,7 +303,7 @@ class _Follower:
                 yield due.step, metrics
 
     def _is_saved(self, due: _Due) -> bool:
-        """Whether it is still there, the same in all processes."""
+        """Whether the checkpoint still exists; the answer is the same in all processes."""
         return broadcast_from_first([is_saved(self._store, due.step, due.identity)])[0]
 
     def _has_ended(self) -> bool:
@@ -317,7 +317,7 @@ class _Follower:
 
 
 def find_store(run_dir: Any) -> Store:
-    """Open the checkpoints of a run, which `run.json` may have in another directory."""
+    """Open the checkpoints of a run, in the directory that `run.json` names, if any."""
     if not is_url(run_dir):
         arguments: Mapping[str, Any] = read_run_info(run_dir).get("arguments") or {}
         directory = (arguments.get("checkpoints") or {}).get("directory")

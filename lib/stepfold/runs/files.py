@@ -14,9 +14,10 @@ from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import check_shared, read_directory
 from stepfold.core.processes import agreement
 from stepfold.errors import StepfoldError, refuse, warn
+from stepfold.hooks.objects import ObjectEffects
 from stepfold.json_files import open_regular
 from stepfold.loop.events import Stop
-from stepfold.loop.hook import Hook, ObjectEffects, Sink, Stopwatch, sink_name
+from stepfold.loop.hook import Hook, Sink, Stopwatch, sink_name
 from stepfold.loop.run import Run
 from stepfold.runs.directory import RunDirectory
 from stepfold.runs.info import (
@@ -42,9 +43,10 @@ from stepfold.writers.jsonl import RunWriter, jsonl
 class RunFiles:
     """What a run writes besides checkpoints, in a `RunDirectory` with a path.
 
-    `programs` are those that it compiles, and jax's compilation cache.
-
     With `has_writer`, a sink of the user writes the metrics, so there is no metrics file here.
+
+    Attributes:
+      programs: those that the run compiles, and jax's compilation cache.
     """
 
     def __init__(self, directory: RunDirectory, *, has_writer: bool = False) -> None:
@@ -64,12 +66,12 @@ class RunFiles:
         self,
         hooks: Sequence[Hook],
         sinks: Sequence[Sink],
-        described: Mapping[str, Any],
         series: Series | None,
+        described: Mapping[str, Any],
     ) -> list[Sink]:
         """Make the sinks that write the files.
 
-        `hooks` and `sinks` are the others of the run, and `described` the arguments of
+        `hooks` and `sinks` are the others of the run, and `described` arguments of
         `run_metadata` for `run.json`.
         """
         if self._url is not None:
@@ -82,7 +84,9 @@ class RunFiles:
             own.append(log_to(async_writer(writer), name="metrics.jsonl"))
         written = [sink_name(sink) for sink in sinks if not isinstance(sink, ObjectEffects)]
         names = [*(hook.label for hook in hooks), *written]
-        self._metadata = run_metadata(**described, config=self._config, hooks=names)
+        self._metadata = run_metadata(
+            **described, config=self._config, hooks=names, upload=self._url
+        )
         self._report = ReportWriter(self.path, self._metadata, self.stopwatch, self.programs)
         # They are flushed in this order.
         return [*own, self._report, *([] if self._upload is None else [self._upload])]
@@ -116,7 +120,7 @@ class RunFiles:
             self._report.finish(run.step, stop, error)
 
     def note(self, run: Run) -> None:
-        """Note why the state was replaced, for `run.json`."""
+        """Copy the notes on replaced states to `run.json`."""
         if run.notes:
             self._metadata["replacements"] = [*run.notes]
 
@@ -204,7 +208,7 @@ def move_earlier_files(files: RunFiles | None, sinks: Sequence[Sink], step: int)
 
 
 class _EarlierRows:
-    """The curves of `metrics.jsonl` up to a step, read when they are asked for.
+    """The curves of `metrics.jsonl` up to a step, read when they are needed.
 
     The file is open until then, since a later run may move it aside.
     """

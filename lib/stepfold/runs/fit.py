@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import jax
 
 from stepfold.checkpoint.checkpoints import Checkpoints
+from stepfold.core.processes import agreement
 from stepfold.core.state import is_available
 from stepfold.core.validation import as_integer
 from stepfold.errors import refuse, warn
@@ -16,14 +17,12 @@ from stepfold.hooks.progress import DefaultProgress
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.events import Nonfinite, Stop
 from stepfold.loop.feed import BatchFeed
-from stepfold.loop.hook import AnyHook, Hook, Hooks, Sink, Stopwatch, call_optional
-from stepfold.loop.inbox import Inbox
+from stepfold.loop.hook import AnyHook, Hooks, Sink, Stopwatch, call_optional
+from stepfold.loop.inbox import Inbox, handle_signals, print_waiting, raise_signal
 from stepfold.loop.metrics import History
-from stepfold.loop.run import Kind, Request
-from stepfold.loop.signals import Signals, print_waiting, raise_signal
+from stepfold.loop.run import Kind, Request, Run
+from stepfold.loop.schedule import Schedule
 from stepfold.runs.arguments import (
-    Given,
-    WatchedMetrics,
     check_batches,
     check_checkpoints,
     check_end,
@@ -34,11 +33,12 @@ from stepfold.runs.arguments import (
     check_resumable,
     check_resume,
     read_hooks,
+    watch_metrics,
     with_default_hooks,
     write_config,
 )
 from stepfold.runs.directory import Moved, RunDirectory, read_run_directory
-from stepfold.runs.session import InitialState, Options, Session
+from stepfold.runs.session import InitialState, Session
 
 if TYPE_CHECKING:
     from stepfold.checkpoint.series import Series
@@ -81,8 +81,7 @@ def fit(
     Args:
       step: a `StepFn`. It is compiled before the first step, once for each batch size. A jitted or
         compiled one is used as it is. Its metrics are those of clu, or plain numbers: a number is
-        logged as its mean over the steps, each of which has weight one, whatever the size of its
-        batch.
+        logged as its mean over the steps, each of which has weight one for any size of its batch.
       state: the initial state. It is donated to the step: do not use it again. Or a function that
         makes it, such as `lambda: sf.init_state(…)`, so that a restart is faster: it is only traced
         if there is a checkpoint to resume from. An abstract state, with shardings, can only resume.
@@ -140,63 +139,85 @@ def fit(
     >>> result.steps, str(result.stop_reason), result.history["train/loss"].steps
     (20, 'all 20 steps were done', [10, 20])
     """
-    run_directory = read_run_directory(run_dir, moved)
+    directory = read_run_directory(run_dir, moved) if run_dir is not None or moved else None
     restored_parts = check_resume(resume)
-    may_resume = checkpoints is not None and restored_parts is None
-    initial = InitialState.read(state, may_resume=may_resume)
+    may_save = checkpoints is not None
+    may_resume = may_save and restored_parts is None
+    initial = InitialState.read(state, may_resume=may_resume, may_save=may_save)
     evaluations = check_evaluations(evaluation, initial.state)
-    given = read_hooks(hooks)
-    check_kinds(given.hooks, evaluations)
+    parts, own_hooks, sinks = read_hooks(hooks)
+    check_kinds(own_hooks, evaluations)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
     runner = check_numbers(step, lengths, log_every, steps_per_call)
     lengths = {name: as_integer(length) for name, length in lengths.items()}
     steps, epochs, more_steps = lengths.values()
     log_every, steps_per_call = int(log_every), int(steps_per_call)
     check_checkpoints(checkpoints, evaluations)
-    all_hooks = with_default_hooks(given.hooks, time_limit)
+    all_hooks = with_default_hooks(own_hooks, time_limit)
     feed = BatchFeed(batches, epochs, steps_per_call=steps_per_call, keep_recent=True)
     check_epochs(feed, [*evaluations, checkpoints], all_hooks)
     check_batches(feed, evaluations, steps_per_call)
-    check_end(feed, [*lengths.values(), time_limit], given.hooks)
-    watched = WatchedMetrics(given.hooks, checkpoints, evaluations)
+    check_end(feed, [*lengths.values(), time_limit], own_hooks)
+    watched = watch_metrics(own_hooks, checkpoints, evaluations)
     check_resumable(checkpoints, feed, all_hooks)
 
     with ExitStack() as on_error:  # an argument may be refused
-        files = _open_files(run_directory, given)
-        series = _open_series(checkpoints, files)
+        files = None if directory is None else _open_files(directory, sinks)
+        series = None if checkpoints is None else _open_series(checkpoints, files)
         if series is not None:
             on_error.callback(series.close)
-        settings: dict[str, Any] = {"log_every": log_every, "time_limit": time_limit}
-        settings |= {"steps_per_call": steps_per_call, "upload": run_directory.upload}
-        described = {"state": initial.state, "batches": batches, "arguments": lengths | settings}
-        described |= {"evaluations": evaluations, "checkpoints": checkpoints}
-        default_sinks = _make_default_sinks(files, all_hooks, given, described, series)
-        to_do = more_steps or feed.total  # of the epochs, if they are given
+        all_sinks = [*sinks]
+        if files is not None:
+            settings: dict[str, Any] = {"log_every": log_every, "time_limit": time_limit}
+            settings = {**lengths, **settings, "steps_per_call": steps_per_call}
+            described = {"state": initial.state, "batches": batches, "arguments": settings}
+            described |= {"evaluations": evaluations, "checkpoints": checkpoints}
+            all_sinks += files.make_sinks(all_hooks, sinks, series, described)
+            del described
+        if not any(sink.shows_progress for sink in sinks):
+            all_sinks.append(DefaultProgress())
         stopwatch = Stopwatch() if files is None else files.stopwatch
-        check = watched.check if watched.unseen else None
+        check = None if watched is None else watched.check
+        run_hooks = Hooks(all_hooks, all_sinks, stopwatch, check)
+        to_do = more_steps or feed.total  # of the epochs, if they are given
+        total = initial.step + to_do if to_do else steps
         session = Session(
-            runner,
-            initial,
-            feed,
-            Hooks(all_hooks, [*given.sinks, *default_sinks], stopwatch, check),
-            series,
-            Inbox() if jax.process_count() == 1 else _voting(),
-            Options(evaluations, log_every, not (files and files.metrics_path), restored_parts),
-            total=initial.step + to_do if to_do else steps,
+            schedule=Schedule(
+                log_every,
+                recurring=[*evaluations, *(checkpoints.schedules if checkpoints else ())],
+                logs_epochs=run_hooks.wants_epochs,
+                delay=0 if run_hooks.exact else Schedule.delay_of(log_every),
+            ),
+            runner=runner,
+            feed=feed,
+            hooks=run_hooks,
+            inbox=Inbox() if jax.process_count() == 1 else _voting(),
+            evaluations=[each for each in evaluations if not each.remote],
+            parts=parts,
+            run=Run.start(initial.state, initial.step, feed.first_used, total, initial.hyperparams),
+            make_state=initial.make,
+            series=series,
+            files=files,
+            remote_evaluations=[each for each in evaluations if each.remote],
+            restored_parts=restored_parts,
         )
         on_error.pop_all()
-    session.files, session.parts = files, given.parts
-    if run_directory.config is not None:
-        session.on_open = partial(write_config, given.sinks, run_directory.config)
-    del state, initial, described  # so that a restored state can take the memory
+    if directory is not None and directory.config is not None:
+        session.on_open = partial(write_config, sinks, directory.config)
+    del state, initial  # so that a restored state can take the memory
     with _attach_result(session), _opened(session, moved):
         _start_or_resume(session, more_steps, resume)
-        _show_start(session)
-        _fold_to_the_end(session, more_steps)
+        session.fold()
+        while (request := session.run.go_back_request) is not None:
+            from stepfold.runs.resume import go_back  # lazy: for checkpoints
+
+            go_back(session, request, more_steps)
+            session.fold()
         _take_capsule(session)
     result = _make_result(session, _stop_reason(session) or Stop("error", ""))
     raise_signal(session.inbox, session.run, result)
-    watched.warn_of_unseen(result.history)
+    if watched is not None:
+        watched.warn_of_unseen(result.history)
     _warn_if_untrained(session, result)
     return result
 
@@ -242,31 +263,16 @@ class FitResult(NamedTuple):
         )
 
 
-def _open_files(directory: RunDirectory, given: Given) -> "RunFiles | None":
+def _open_files(directory: RunDirectory, sinks: Sequence[Sink]) -> "RunFiles | None":
     if directory.path is None:
         return None
     from stepfold.runs.files import RunFiles  # lazy: a run without a directory has none
 
-    return RunFiles(directory, has_writer=any(sink.writes_metrics for sink in given.sinks))
+    return RunFiles(directory, has_writer=any(sink.writes_metrics for sink in sinks))
 
 
-def _make_default_sinks(
-    files: "RunFiles | None",
-    hooks: Sequence[Hook],
-    given: Given,
-    described: Mapping[str, Any],
-    series: "Series | None",
-) -> list[Sink]:
-    """Make the sinks of the files of the run, and one for progress unless a given one shows it."""
-    sinks = [] if files is None else files.make_sinks(hooks, given.sinks, described, series)
-    shows_progress = any(sink.shows_progress for sink in given.sinks)
-    return sinks if shows_progress else [*sinks, DefaultProgress()]
-
-
-def _open_series(checkpoints: Checkpoints | None, files: "RunFiles | None") -> "Series | None":
+def _open_series(checkpoints: Checkpoints, files: "RunFiles | None") -> "Series":
     """Open the checkpoints of a run, in its directory unless they have one."""
-    if checkpoints is None:
-        return None
     path: Any = checkpoints.directory
     if path is None and files is None:
         refuse("checkpoints", "a directory", "none", "give run_dir=…, or sf.Checkpoints('path')")
@@ -287,12 +293,14 @@ def _opened(session: Session, moved: Moved) -> Iterator[None]:
         if series is not None:
             stack.callback(series.close)  # even if another run holds the lock
         if session.files is not None:
+            session.files.programs.show = partial(_show, hooks.sinks)
+            session.runner.on_compile = session.files.programs.note_step
             how_it_ended = lambda: (session.run, _stop_reason(session))
             on_lost_lock = lambda stop: inbox.notify(Request(Kind.CORRUPTION, 0, stop))
             stack.enter_context(session.files.lock(on_lost_lock, how_it_ended))
         for sink in hooks.sinks:
             stack.callback(sink.close)
-        stack.enter_context(Signals(inbox).handle())  # until the last save is on disk
+        stack.enter_context(handle_signals(inbox))  # until the last save is on disk
         if series is not None:
             stack.enter_context(series)
             stack.callback(print_waiting, inbox, series)
@@ -308,46 +316,31 @@ def _opened(session: Session, moved: Moved) -> Iterator[None]:
 
 def _start_or_resume(session: Session, more_steps: int | None, resume: Any) -> None:
     """Resume from a checkpoint if there is one."""
-    series, rollbacks = session.series, session.rollbacks
+    series, rollbacks, files = session.series, session.rollbacks, session.files
     if series is not None and rollbacks is not None:
         from stepfold.runs.resume import resume_if_possible  # lazy: for checkpoints
 
         if resume_if_possible(session, series, rollbacks, more_steps, resume):
+            where = series.directory if files is None else files.path
+            _show(session.hooks.sinks, f"resuming from step {session.run.resumed} of {where}")
             return
-    session.initialize()
-    if session.files is not None:
-        session.files.start(session.run)
+    if session.make_state is not None:
+        with agreement("state: not initialized"):
+            session.run = session.run._replace(state=session.make_state())
+    if files is not None:
+        files.start(session.run)
     has_writer = any(getattr(sink, "written_files", ()) for sink in session.hooks.sinks)
-    if has_writer or session.files is not None:
+    if has_writer or files is not None:
         from stepfold.runs.files import move_earlier_files  # lazy: for files
 
-        move_earlier_files(session.files, session.hooks.sinks, session.run.step)
+        move_earlier_files(files, session.hooks.sinks, session.run.step)
 
 
-def _show_start(session: Session) -> None:
-    """Let sinks that show progress say from where the run resumes, and what it compiles."""
-    step, series, files = session.run.resumed, session.series, session.files
-    sinks = [sink for sink in session.hooks.sinks if sink.shows_progress]
-
-    def show(line: str) -> None:
-        for sink in sinks:
+def _show(sinks: Sequence[Sink], line: str) -> None:
+    """Let the sinks that show progress say how a run starts."""
+    for sink in sinks:
+        if sink.shows_progress:
             call_optional(sink, "show", line)
-
-    if files is not None:
-        files.programs.show = show
-        session.runner.on_compile = files.programs.note_step
-    if step is not None and series is not None:
-        show(f"resuming from step {step} of {series.directory if files is None else files.path}")
-
-
-def _fold_to_the_end(session: Session, more_steps: int | None) -> None:
-    """Fold to the end; go back where a hook asks for it."""
-    session.fold()
-    while (request := session.run.go_back_request) is not None:
-        from stepfold.runs.resume import go_back  # lazy: for checkpoints
-
-        go_back(session, request, more_steps)
-        session.fold()
 
 
 def _find_nonfinite(session: Session) -> Nonfinite | None:

@@ -42,6 +42,7 @@ def run_metadata(
     checkpoints: Checkpoints | None = None,
     config: Mapping[str, Any] | None = None,
     hooks: Sequence[str] = (),
+    upload: str | None = None,
 ) -> dict[str, Any]:
     """Describe a run as JSON: its config, arguments, versions, devices, seeds and parameters.
 
@@ -62,6 +63,7 @@ def run_metadata(
         "config": config,
         "arguments": {
             **arguments,
+            "upload": upload,
             "batches": {"kind": type(batches).__name__, **pipeline},
             "evaluations": [_describe(evaluation) for evaluation in evaluations],
             "checkpoints": None if checkpoints is None else _settings(checkpoints),
@@ -265,7 +267,7 @@ _FORM = {
 def _describe(evaluation: Evaluation) -> dict[str, Any]:
     """Return the schedule of an evaluation, and the options that it has."""
     described = {name: getattr(evaluation, name) for name in ("name", "every", "every_epochs")}
-    options = ("at_start", "ema", "elsewhere")
+    options = ("at_start", "ema", "remote")
     return described | {name: True for name in options if getattr(evaluation, name)}
 
 

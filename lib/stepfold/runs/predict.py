@@ -143,7 +143,7 @@ class _Feed:
             refuse_empty("predict")
 
     def identity(self) -> dict[str, Any]:
-        """Describe the data as far as they are known, in JSON."""
+        """Return what is known of the data, as JSON."""
         settings = {name: x for name, x in self._settings.items() if name != "batch_size"}
         rows = rows_of(self._first)
         return {"start": self._start, **settings, "first": [rows, fingerprint(self._first)]}
@@ -205,7 +205,7 @@ class _Pending(NamedTuple):
     skip: int
 
     def read(self) -> Any:
-        """Wait for them, and return those of the real rows in order, as arrays of their own."""
+        """Wait for the outputs, and return copies of the real rows, in order."""
         outputs, mask = jax.device_get((self.outputs, self.mask))
         rows = self.order if mask is None else self.order[_is_real(mask)[self.order]]
         rows = rows[: self.real][self.skip :]
@@ -220,7 +220,7 @@ def _outputs(
     *,
     is_complete: bool = False,
 ) -> Iterator[Any]:
-    """Yield the outputs of the rows after those that are done; none must be left if complete.
+    """Yield the outputs of the rows after `done` rows; with `is_complete`, refuse further rows.
 
     Batches of which all rows are done are not computed.
     """
@@ -324,7 +324,7 @@ def _spell(form: tuple[Any, tuple[int, ...]] | None) -> str:
 
 @cache
 def _find_order(sharding: Sharding, shape: tuple[int, ...]) -> np.ndarray:
-    """Order the rows of a batch by process, in which the mesh may have another order."""
+    """Order the rows of a batch by process; the mesh may have another order."""
     regions: Any = sharding.devices_indices_map(shape)
     ranges = [
         (device.process_index, *index[0].indices(shape[0])[:2]) for device, index in regions.items()

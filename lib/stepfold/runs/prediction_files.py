@@ -1,4 +1,4 @@
-"""A folder of predictions: files of rows with atomic names, and an index of what they are of."""
+"""A folder of predictions: files of rows, written atomically, and an index of their data."""
 
 import json
 import os
@@ -116,7 +116,7 @@ class PredictionFiles:
             refuse(path, "an index of predict", "another file", advice, kind=CheckpointError)
 
     def _check_file(self, path: Path, rows: int, *, is_last: bool) -> None:
-        """Read a file, which a disk or a system that lost its power may have damaged."""
+        """Read a file, which a disk fault or a power loss may have damaged."""
         damage = ""
         with _converted_errors(path, "read"):
             try:
@@ -182,7 +182,7 @@ class PredictionFiles:
             self._write_index()
 
     def finish(self) -> list[Path]:
-        """Write the rest, and that it is complete; return the paths of the files."""
+        """Write the remaining rows and a complete index; return the paths of the files."""
         if self._buffered:
             self._write(self._buffered)
         with agreement("predict: the index is not written"):

@@ -50,7 +50,7 @@ class Programs:
         self._reasons: list[str] = []
 
     def clean(self) -> None:
-        """Delete what a killed process has left incomplete, and the oldest beyond the limit.
+        """Delete incomplete files of killed processes, and the oldest programs beyond the limit.
 
         jax deletes none. No file is read: an entry is checked when jax asks for it.
         """
@@ -99,7 +99,7 @@ class Programs:
 
 
 class ProgramFiles:
-    """A compilation cache of jax, in files that are written at once and have a checksum.
+    """A compilation cache of jax, in files that are written atomically and have a checksum.
 
     jax's own files have none if it compresses by zstandard: a program with a flipped bit computes
     other values, or crashes. A bad entry is deleted, and the program is compiled again. The
@@ -156,7 +156,7 @@ def has_virtual_devices() -> bool:
 
 
 def _describe(step: CompiledStep, count: int) -> dict[str, Any]:
-    """Describe a program of a step, and what decides it besides the code."""
+    """Describe a program of a step, by all that determines it besides the code."""
     shapes = [
         f"{name}: {tree.describe_value(leaf)}, {leaf.sharding}"
         for name, leaf in tree.named_leaves(step.state)

@@ -1,6 +1,6 @@
-"""Where a run with checkpoints continues from: to resume and to go back.
+"""Continue a run from a checkpoint, to resume or to go back.
 
-Both are one thing: to fold on from another run, which a checkpoint keeps.
+Both are the same: fold from the run that the checkpoint keeps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,8 +83,8 @@ def go_back(session: Session, request: GoBack, more_steps: int | None) -> None:
 
 def _continue_from_checkpoint(session: Session, series: Series, more_steps: int | None) -> None:
     """Continue from the newest good checkpoint."""
-    session.inbox.move(Position.RESTORE, session.run.step)
-    session.inbox.forget()
+    session.inbox.track(Position.RESTORE, session.run.step)
+    session.inbox.drop_hook_requests()
     restored = _restore_parts(session, series)
     session.run = session.run._replace(resumed=restored.step)
     session.was_over = continue_from(session, restored, series.directory, more_steps)
@@ -93,7 +93,7 @@ def _continue_from_checkpoint(session: Session, series: Series, more_steps: int 
 def continue_from(
     session: Session, restored: Restored, where: Any, more_steps: int | None = None
 ) -> bool:
-    """Continue from a state and what was kept with it; return whether the run is complete."""
+    """Continue from a restored checkpoint; return whether its run was complete."""
     extra = restored.extra if isinstance(restored.extra, dict) else {}
     saved: Any = extra.get("fit") or {}
     if saved and (not isinstance(saved, dict) or saved.get("format") != FORMAT):
@@ -139,7 +139,7 @@ def _skip(session: Session, ranges: Sequence[tuple[int, int]]) -> None:
 
 def _restore_parts(session: Session, series: Series) -> Restored:
     """Restore the state, or parts of it if the run that saved it did not."""
-    state, parts = session.run.state, session.options.restored_parts
+    state, parts = session.run.state, session.restored_parts
     if parts is None:
         return series.restore(state, advice=_advise)
     restored = series.restore(state, parts=parts, advice=_advise)
@@ -153,7 +153,7 @@ def _restore_parts(session: Session, series: Series) -> Restored:
 
 
 def _advise(paths: Sequence[str]) -> str:
-    """Say what to do about a checkpoint whose state differs at some paths."""
+    """Advise on a checkpoint whose state differs at some paths."""
     if all(path.startswith("opt_state") for path in paths):
         return (
             ": it was saved with another optimizer; to continue with this one, give "

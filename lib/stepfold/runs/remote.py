@@ -1,8 +1,8 @@
-"""What reads the evaluations which another process makes of its checkpoints.
+"""Evaluations of the checkpoints of a run by another process: read their results.
 
-`evaluator.py` is the other process. They meet in the notes next to the checkpoints, as
-`checkpoint/results.py` describes them: the run says which evaluations a checkpoint awaits, and the
-other process creates a result for each, once.
+`evaluator.py` runs in the other process. The two communicate by notes next to the checkpoints (see
+`checkpoint/results.py`): the run lists the evaluations that a checkpoint awaits, and the other
+process creates a result for each, once.
 """
 
 import time
@@ -30,14 +30,14 @@ from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.fold import Setup, show_evaluation
 from stepfold.loop.inbox import NO_VALUE, Inbox
 from stepfold.loop.run import Run
-from stepfold.loop.schedule import Plan
+from stepfold.loop.schedule import Schedule
 
-_SHARE = 0.05  # the largest share of the time to spend on looking for results at log points
+_SHARE = 0.05  # the largest share of the time that looking for results at log points takes
 _QUIET_SECONDS = 10.0  # of the wait at the end, before a warning
-_MANY = 10  # steps that wait for an evaluation, from which on a warning is due
+_MANY = 10  # with more steps that wait for an evaluation, there is a warning
 
 
-class Elsewhere:
+class RemoteResults:
     """Read results at the next event, in the order of their steps, and show them to hooks.
 
     A result counts if its checkpoint exists, or existed when the result was first read: the run may
@@ -45,12 +45,12 @@ class Elsewhere:
     a save is due, since all of them then wait for process 0.
     """
 
-    name = "evaluations elsewhere"
+    name = "remote evaluations"
 
     def __init__(
-        self, evaluations: Sequence[Evaluation], series: Series, plan: Plan, inbox: Inbox
+        self, evaluations: Sequence[Evaluation], series: Series, schedule: Schedule, inbox: Inbox
     ) -> None:
-        self._evaluations, self._series, self._plan = evaluations, series, plan
+        self._evaluations, self._series, self._schedule = evaluations, series, schedule
         self._inbox, self._store = inbox, series.store
         self._names = [each.name for each in evaluations]
         self._leases = Leases(series.store, LEASES)
@@ -62,7 +62,7 @@ class Elsewhere:
         self._warned_of: set[str] = set()  # at the end
 
     def open(self, run: Run) -> None:
-        """Say what the run awaits, before its first step."""
+        """Write which evaluations the run awaits, before its first step."""
         self._note(run)
         with agreement(f"{self._series.directory}: not opened"):
             if jax.process_index() == 0:
@@ -72,7 +72,7 @@ class Elsewhere:
                 self._write(has_ended=False)
 
     def end(self, run: Run) -> None:
-        """Say that the run has ended, so that other processes end too."""
+        """Write that the run has ended, so that other processes end too."""
         self._note(run)
         self._series.prune()  # steps that no longer wait for an evaluation
         if jax.process_index() == 0:
@@ -84,24 +84,21 @@ class Elsewhere:
         return [
             each.name
             for each in self._evaluations
-            if is_end or self._plan.evaluates(each, run.step, run.began)
+            if is_end or self._schedule.evaluates(each, run.step, run.began)
         ]
-
-    def next(self, run: Run) -> float:
-        return min(self._plan.next_due(each, run.step) for each in self._evaluations)
 
     def is_due(self, run: Run) -> bool:
         if self._queue or run.step == self._looked_at:
             return bool(self._queue)
-        return self._inbox.is_alone or self._is_planned(run)
+        return self._inbox.is_alone or self._is_scheduled(run)
 
     def take(self, run: Run, setup: Setup) -> Run:
         """Show hooks the next result. If there is none, return the run unchanged."""
-        self._inbox.move(self.name, run.step)
+        self._inbox.track(self.name, run.step)
         if not self._queue and run.step != self._looked_at:
             self._looked_at = run.step
             is_late = time.monotonic() >= self._next_look
-            if is_late or self._is_planned(run) or run.end is not None:
+            if is_late or self._is_scheduled(run) or run.end is not None:
                 self._queue = self._look(run)
         return self._show_next(run, setup)
 
@@ -115,9 +112,9 @@ class Elsewhere:
                 break
             if time.monotonic() - start > _QUIET_SECONDS:
                 self._warn_at_end(run, "is done, and waits for", "which another process makes")
-            self._inbox.move("the wait for evaluations elsewhere", run.step)
+            self._inbox.track("the wait for remote evaluations", run.step)
             if self._inbox.wait_for(time.sleep, pause) is NO_VALUE:
-                return self._inbox.hear_during_event(run)
+                return self._inbox.take_if_alone(run)
             pause = min(2 * pause, 1.0)
         if not self._queue:
             why = "since no live process makes it; start sf.evaluate_run, and then the same call of"
@@ -138,8 +135,8 @@ class Elsewhere:
                 text = f"{self._series.directory}: the run {problem} {what}, {why}"
                 warn(text, RuntimeWarning)
 
-    def _is_planned(self, run: Run) -> bool:
-        return any(self._plan.is_due(item, run.step) for item in self._plan.recurring)
+    def _is_scheduled(self, run: Run) -> bool:
+        return any(self._schedule.is_due(item, run.step) for item in self._schedule.recurring)
 
     def _show_next(self, run: Run, setup: Setup) -> Run:
         if not self._queue:

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 import warnings
+from dataclasses import replace
 
 import jax
 import pytest
@@ -16,7 +17,7 @@ from stepfold.checkpoint.claims import Lease
 from stepfold.checkpoint.results import FOLDER, LEASES
 from stepfold.checkpoint.store import DirectoryStore, open_store
 from stepfold.errors import CheckpointError
-from stepfold.runs import elsewhere
+from stepfold.runs import remote
 
 STEPS = 12
 pytestmark = pytest.mark.filterwarnings("ignore:.*since no live process makes it")
@@ -30,7 +31,7 @@ def fit(folder, hooks=(), **options):
     options = {
         "steps": STEPS,
         "checkpoints": sf.Checkpoints(every=4, keep=1, async_=False),
-        "evaluation": evaluation(every=2, elsewhere=True),
+        "evaluation": evaluation(every=2, remote=True),
         "log_every": 1,
     } | options
     return sf.fit(
@@ -191,7 +192,7 @@ def test_other_writers_get_late_numbers_at_the_step_of_their_arrival(tmp_path):
 def test_it_needs_checkpoints(tmp_path):
     with pytest.raises(
         sf.errors.ConfigError,
-        match=r"eval: elsewhere=True: expected checkpoints=… to evaluate, got none",
+        match=r"eval: remote=True: expected checkpoints=… to evaluate, got none",
     ):
         fit(tmp_path, checkpoints=None)
 
@@ -209,19 +210,19 @@ def test_a_directory_that_cannot_be_read_does_not_end_the_run(tmp_path, monkeypa
     def fails(store):
         raise CheckpointError("no answer")
 
-    monkeypatch.setattr("stepfold.runs.elsewhere.find_results", fails)
+    monkeypatch.setattr("stepfold.runs.remote.find_results", fails)
     with pytest.warns(RuntimeWarning, match="no answer; the run continues, and looks for"):
         assert fit(tmp_path).steps == STEPS
 
 
 def test_many_steps_that_wait_cause_a_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr("stepfold.runs.elsewhere._MANY", 3)
+    monkeypatch.setattr("stepfold.runs.remote._MANY", 3)
     with pytest.warns(RuntimeWarning, match="4 steps wait for eval since step 2, and are kept"):
         fit(tmp_path)
 
 
 def test_an_evaluation_at_the_start_and_by_epoch(tmp_path):
-    item = evaluation(every_epochs=2, at_start=True, elsewhere=True)
+    item = evaluation(every_epochs=2, at_start=True, remote=True)
     fit(tmp_path, evaluation=item)
     assert list(evaluate(tmp_path).metrics) == [0, 8, 12]
 
@@ -233,8 +234,8 @@ def test_looking_for_results_takes_a_small_share_of_the_time(tmp_path, monkeypat
         looks.append(time.sleep(0.02))
         return []
 
-    monkeypatch.setattr("stepfold.runs.elsewhere.find_results", find)
-    item = evaluation(every=10, elsewhere=True)
+    monkeypatch.setattr("stepfold.runs.remote.find_results", find)
+    item = evaluation(every=10, remote=True)
     fit(tmp_path, evaluation=item, steps=40, checkpoints=sf.Checkpoints())
     assert 4 <= len(looks) < 15  # of 40 log points
 
@@ -252,7 +253,7 @@ def test_a_name_that_the_run_does_not_await_causes_a_warning(tmp_path):
 def test_restoring_the_best_step_says_which_evaluations_are_missing(tmp_path):
     fit(tmp_path, steps=4, checkpoints=sf.Checkpoints(best="eval/step", mode="min", async_=False))
     words = (
-        "the evaluations elsewhere of steps 2, 4 are missing: make them with sf.evaluate_run, or "
+        "the remote evaluations of steps 2, 4 are missing: make them with sf.evaluate_run, or "
         "give the step"
     )
     with pytest.raises(CheckpointError, match=words):
@@ -261,7 +262,16 @@ def test_restoring_the_best_step_says_which_evaluations_are_missing(tmp_path):
     assert sf.restore(tmp_path, small.start(), step="best").step == 2
 
 
-def test_no_warning_comes_if_the_ranking_metric_is_elsewhere(tmp_path):
+@pytest.mark.parametrize("value", [True, False])
+def test_the_argument_of_version_0_2_works_with_a_warning(value):
+    with pytest.warns(DeprecationWarning, match="elsewhere=… is now remote=…") as caught:
+        old = evaluation(every=2, elsewhere=value)
+    assert caught[0].filename == __file__
+    assert old.remote is value
+    assert replace(old, every=4).remote is value
+
+
+def test_no_warning_comes_if_the_ranking_metric_is_remote(tmp_path):
     checkpoints = sf.Checkpoints(best="eval/step", mode="min", async_=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -283,7 +293,7 @@ def test_a_result_counts_after_its_checkpoint_was_deleted_and_the_run_went_back(
             return sf.hooks.GoBack(skip=(5, 6))
         return None
 
-    item = evaluation(every=1, elsewhere=True)
+    item = evaluation(every=1, remote=True)
     checkpoints = sf.Checkpoints(every=4, keep=2, async_=False)
     run = fit(tmp_path, [hook, goes_back], evaluation=item, checkpoints=checkpoints)
     late = [step for step, *_ in hook.late]
@@ -304,7 +314,7 @@ def test_a_run_without_an_evaluator_says_so_at_its_end(tmp_path):
 def test_the_end_does_not_wait_for_a_process_that_is_frozen(tmp_path, monkeypatch):
     """Its lease is that of a live process, which has no heartbeat."""
     monkeypatch.setattr(claims, "_STALE", 1.0)
-    monkeypatch.setattr(elsewhere, "_QUIET_SECONDS", 0.2)
+    monkeypatch.setattr(remote, "_QUIET_SECONDS", 0.2)
     store = open_store(tmp_path / "checkpoints", save=True)
     lease = Lease(store, LEASES)
     monkeypatch.setattr(lease, "_beat", lambda: None)

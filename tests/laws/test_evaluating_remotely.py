@@ -86,10 +86,10 @@ def goes_back_at(step):
     return hook
 
 
-def fit(folder, drawn, hooks=(), *, elsewhere):
+def fit(folder, drawn, hooks=(), *, remote):
     every = {"eval": drawn.every, "more": 2 * drawn.every}
     evaluations = [
-        evaluation(name, every=n, elsewhere=elsewhere, at_start=drawn.at_start)
+        evaluation(name, every=n, remote=remote, at_start=drawn.at_start)
         for name, n in every.items()
     ]
     checkpoints = sf.Checkpoints(
@@ -132,15 +132,15 @@ def test_the_history_is_that_of_a_run_which_evaluates_itself(tmp_path, is_cut, c
     for seed in range(count(1, 25)):
         chance = random.Random(2 * seed + is_cut)
         drawn, place = draw(chance), tmp_path / str(seed)
-        whole = fit(place / "whole", drawn, elsewhere=False)
+        whole = fit(place / "whole", drawn, remote=False)
         other = Other(place / "run", chance)
         if is_cut:
             with cut(chance.randrange(drawn.log_every, STEPS, drawn.log_every)) as cuts_at:
-                fit(place / "run", drawn, [other, cuts_at], elsewhere=True)
+                fit(place / "run", drawn, [other, cuts_at], remote=True)
             cuts += 1
-        fit(place / "run", drawn, [other], elsewhere=True)
+        fit(place / "run", drawn, [other], remote=True)
         other.evaluate(may_die=False)
-        run = fit(place / "run", drawn, elsewhere=True)
+        run = fit(place / "run", drawn, remote=True)
         assert curves(run) == curves(whole), (seed, drawn)
         assert rows(place / "run") == rows(place / "whole")
         assert run.best == whole.best
@@ -157,10 +157,10 @@ def test_no_result_of_a_step_that_is_gone_counts(tmp_path):
     drawn = draw(random.Random(0))
     drawn.__dict__.update(every=2, back=13, log_every=1, keep=None, at_start=False)
     other = Other(tmp_path / "run", SimpleNamespace(random=lambda: 0, choice=lambda _: None))
-    fit(tmp_path / "run", drawn, [other], elsewhere=True)
+    fit(tmp_path / "run", drawn, [other], remote=True)
     other.evaluate()
-    run = fit(tmp_path / "run", drawn, elsewhere=True)
-    whole = fit(tmp_path / "whole", drawn, elsewhere=False)
+    run = fit(tmp_path / "run", drawn, remote=True)
+    whole = fit(tmp_path / "whole", drawn, remote=False)
     assert curves(run) == curves(whole)
     twice = {step for name, step, _ in other.made if name == "eval"}
     assert len([1 for name, *_ in other.made if name == "eval"]) > len(twice)
