@@ -71,7 +71,7 @@ def test_a_checkpoint_has_the_states_by_name_without_memory(tmp_path):
     with pytest.warns(UserWarning, match="has the state of a, but fit has no such hook"):
         fit([look, sf.progress("none")], tmp_path, steps=13)
     assert seen[0] == [2, 4, 6, 8, 10, 12]
-    restored = sf.checkpoint.Series(sf.Checkpoints(tmp_path), tmp_path).restore(start())
+    restored = sf.restore(tmp_path, start())
     saved = dict(restored.extra["fit"]["hooks"])
     assert saved["b"] == {"seen": seen[0]}
 
