@@ -192,7 +192,7 @@ def test_google_cloud_storage_takes_the_same_requests(forks):
         end = forks.run(saves_at_google, server.endpoint)
     assert end.code == 0, end
     assert end.output.splitlines() == [
-        "gs://checkpoints/run: step 4 already exists; delete it",
+        "gs://checkpoints/run: step 4 already exists",
         "{3: []} {'w': array([3, 3, 3])} ['4.damaged']",
     ]
     commits = [query for method, name, query in server.requests if name == "run/4.commit"]

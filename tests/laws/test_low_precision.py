@@ -4,6 +4,7 @@ Each law is checked through `sf.optim.low_precision`, and has mutants that have 
 """
 
 import functools
+import importlib
 import math
 
 import jax
@@ -14,9 +15,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
-from stepfold.optim import low_precision as module
 
 from . import network
+
+module = importlib.import_module("stepfold.optim.low_precision")
 
 COUNTS, SIGMAS = 4096, 5.0
 RNG = np.random.default_rng(0)

@@ -152,7 +152,7 @@ def not_saved(self, step):
     return {name: value for name, value in state.items() if name != "weights"}
 
 
-BATCHES = sf.data.batches.Batches
+BATCHES = sf.data.Batches
 
 
 @pytest.mark.parametrize(
