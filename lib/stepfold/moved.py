@@ -55,6 +55,7 @@ ARGUMENTS: dict[str, dict[str, str | bool]] = {
 }
 # For each function, arguments by their old names, with the new ones.
 KEYWORDS = {
+    "Evaluation": {"elsewhere": "remote"},
     "hooks.on_nonfinite": {"pattern": "metric"},
     "hooks.on_spike": {"sigma": "deviations"},
     "optim.skip_spikes": {"sigma": "deviations"},
