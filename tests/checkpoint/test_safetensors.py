@@ -468,6 +468,7 @@ def test_any_error_of_an_export_is_raised_on_all_processes(tmp_path, monkeypatch
         return [value]
 
     monkeypatch.setattr(KeyValues, "gather", gather)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr("stepfold.checkpoint.safetensors._replace_files", fail)
     monkeypatch.setattr(type(jnp.ones(1)), "is_fully_addressable", False)
     monkeypatch.setattr(safetensors_module, "_on_host", lambda value, _: np.asarray(value))
