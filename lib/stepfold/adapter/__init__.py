@@ -1,4 +1,9 @@
-"""A trainer object, its arguments, and functions that make the parts of a run from them."""
+"""A trainer object, its arguments, and functions that make the parts of a run from them.
+
+`arguments.py` has the fields, and `fields.py` the rule of what each accepts. `from_arguments.py`
+makes the parts of a run, and `trainer.py` is the trainer. `qurious.py` and `hezar.py` have trainers
+with the methods of those libraries.
+"""
 
 from stepfold.adapter.arguments import TrainingArguments, by_any_name
 from stepfold.adapter.from_arguments import (

@@ -2,7 +2,8 @@
 
 `policy.py` says when to save and what to keep, and `series.py` does it. `writer.py` writes a step,
 with the checksums in `manifest.py`. `restore.py` finds a step and makes a state of it, and
-`arrays.py` reads its arrays and compares the checksums. `tier.py` has steps in the memory of hosts.
+`arrays.py` reads its arrays and compares the checksums. `tier.py` keeps steps in the memory of
+hosts, and fetches those of other hosts.
 """
 
 from typing import TYPE_CHECKING

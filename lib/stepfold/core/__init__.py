@@ -1,6 +1,6 @@
 """States, losses, gradients and steps, and how processes agree on a value.
 
-`loss.py` says what a loss may return. `gradients.py` and `step.py` make a step of it, and
+`loss.py` has the losses, as totals and weights. `gradients.py` and `step.py` make a step of it, and
 `precision.py` has its dtypes and the loss scale. `processes.py` broadcasts values of process 0.
 """
 

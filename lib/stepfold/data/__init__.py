@@ -1,4 +1,8 @@
-"""Input pipelines: sources, batching, mixing, packing, prefetching and worker processes."""
+"""Input pipelines: sources, batching, mixing, packing, prefetching and worker processes.
+
+`batches.py` makes the batch of a step: `order.py` shuffles, `sources.py` reads the examples, and
+`collate.py` stacks them. `stream.py` does it for data without random access.
+"""
 
 from typing import TYPE_CHECKING
 

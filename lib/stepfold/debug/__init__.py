@@ -1,4 +1,9 @@
-"""Find out what went wrong: compare runs, replay the steps of a capsule, check a step."""
+"""Find out what went wrong: compare runs, replay the steps of a capsule, check a step.
+
+`diff.py` compares the files of two runs, and `lockstep.py` runs their steps side by side.
+`rerun.py` replays a capsule, `bisect.py` finds its bad rows, and `origin.py` the operation that
+made the first NaN or inf. `check.py` runs a step twice.
+"""
 
 from typing import TYPE_CHECKING
 

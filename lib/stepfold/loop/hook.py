@@ -109,7 +109,8 @@ class Sink:
     """Base class of what has effects and changes nothing of a run: writers, progress, files.
 
     Sinks get each event after all hooks, with their numbers, in order. The state of a sink is part
-    of the run, like that of a `Hook`.
+    of the run, like that of a `Hook`. With several processes, each calls its own sinks: check
+    `jax.process_index()` for what only one of them should do. An exception ends the run.
 
     Attributes:
       name: the key of its state in a checkpoint; by default the name of the class.
