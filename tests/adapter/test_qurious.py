@@ -1009,6 +1009,7 @@ def test_a_scheduler_that_is_a_factor_is_not_warned_of(scheduler):
 # Gradients of one's own
 
 
+@pytest.mark.full
 def test_a_train_step_with_its_own_gradients_updates_by_all_of_the_optimizer():
     class Own(Trainer):
         def train_step(self, batch):

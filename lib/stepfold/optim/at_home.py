@@ -52,7 +52,7 @@ def at_home(
     ...     optax.trace(0.95, nesterov=True), sf.optim.at_home(sf.optim.orthogonalize, plan)
     ... )
     >>> tx = optax.partition({"muon": muon, "adam": optax.adam(1e-3)}, {"w": "muon", "b": "adam"})
-    >>> updates, _ = tx.update(params, tx.init(params), params)
+    >>> updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
     >>> round(float(jnp.linalg.norm(updates["w"], 2)), 1)
     0.7
     """
@@ -101,8 +101,8 @@ def orthogonalize(matrix: jax.Array, steps: int = 5) -> jax.Array:
 
     >>> import jax, jax.numpy as jnp, stepfold as sf
     >>> matrix = jax.random.normal(jax.random.key(0), (8, 32))
-    >>> values = jnp.linalg.svd(sf.optim.orthogonalize(matrix), compute_uv=False)
-    >>> bool((values > 0.6).all() and (values < 1.3).all())
+    >>> values = jnp.linalg.svd(jax.jit(sf.optim.orthogonalize)(matrix), compute_uv=False)
+    >>> bool(0.6 < values.min() < values.max() < 1.3)
     True
     """
     if matrix.ndim != 2:
