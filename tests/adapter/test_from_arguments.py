@@ -166,9 +166,10 @@ def checkpoints_of(**fields):
     return checkpoints(arguments, compute_sizes(arguments))
 
 
-def test_the_former_name_of_sizes_is_refused_with_the_new_one():
-    with pytest.raises(sf.errors.ConfigError, match="plan is now sizes; write sizes=…"):
-        checkpoints(TrainingArguments(), plan=None)
+def test_the_former_name_of_sizes_warns_of_the_new_one():
+    arguments = TrainingArguments(output_dir="runs/a", max_steps=200, save_steps=0.25)
+    with pytest.warns(DeprecationWarning, match="checkpoints: plan=… is now sizes=…"):
+        assert checkpoints(arguments, plan=compute_sizes(arguments)).every == 50
 
 
 @shows(

@@ -61,8 +61,6 @@ EARLY = {"metric": "eval/loss", "patience": 1}
         ),
         # It would never be seen, and the hook replaces the one that `fit` adds for the loss.
         (on_nonfinite, {"metric": "eval/loss"}, "metric: expected a train metric such as"),
-        (on_nonfinite, {"pattern": "train/loss"}, "pattern is now metric; write metric=…"),
-        (on_spike, {"sigma": 3.0}, "sigma is now deviations; write deviations=…"),
         (
             stop_early,
             {**EARLY, "patience": 0},

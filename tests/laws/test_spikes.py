@@ -204,8 +204,11 @@ def test_the_first_spike_is_where_on_spike_stops(losses):
 
 
 def test_sigma_gives_its_new_name():
-    with pytest.raises(sf.errors.ConfigError, match="sigma is now deviations; write deviations=…"):
+    message = "skip_spikes: sigma=… is now deviations=…"
+    with pytest.warns(DeprecationWarning, match=message):
         sf.optim.skip_spikes(optax.sgd(0.1), sigma=6.0)
+    with pytest.raises(sf.errors.ConfigError, match=f"{message}; leave sigma out"):
+        sf.optim.skip_spikes(optax.sgd(0.1), sigma=6.0, deviations=6.0)
 
 
 # In a train step

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard, TypeVar, cast
 
 import numpy as np
 
-from stepfold.errors import ConfigError, refuse
+from stepfold.errors import ConfigError, refuse, warn
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -126,14 +126,18 @@ def check_flags(**flags: Any) -> None:
 
 
 def renamed(**names: str) -> Callable[[F], F]:
-    """Decorate a function to refuse arguments by their old names, with the new ones."""
+    """Decorate a function to take arguments by their old names too, with a warning."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             for old, new in names.items():
                 if old in kwargs:
-                    raise ConfigError(f"{old} is now {new}; write {new}=…")
+                    message = f"{function.__name__}: {old}=… is now {new}=…"
+                    if new in kwargs:
+                        raise ConfigError(f"{message}; leave {old} out")
+                    warn(message, DeprecationWarning)
+                    kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
 
         return cast(F, wrapper)
