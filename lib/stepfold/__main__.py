@@ -47,41 +47,10 @@ def main(arguments: Sequence[str]) -> int:
     text = "start the processes of one machine, and start all of them again when one dies"
     launch = verbs.add_parser("launch", help=text, description=text)
     launcher.add_arguments(launch)
-    text = "evaluate each checkpoint of a run as it appears, until the run ends"
-    evaluate = verbs.add_parser("evaluate", help=text, description=text)
-    text = "where to find make() -> (state, evaluations)"
-    evaluate.add_argument("function", metavar="script.py:make", help=text)
-    text = "a run_dir of fit, or the directory or URL of checkpoints"
-    evaluate.add_argument("run_dir", metavar="RUN_DIR", help=text)
-    text = "evaluate all steps, rather than the newest of those that wait"
-    evaluate.add_argument("--all", action="store_true", help=text)
-    text = "evaluate what is there, and do not wait for more"
-    evaluate.add_argument("--once", action="store_true", help=text)
-    text = "seconds without a new checkpoint after which to end"
-    evaluate.add_argument("--timeout", type=float, metavar="SECONDS", help=text)
-    text = "say where two runs part, and what may be the cause"
-    compare = verbs.add_parser("diff", help=text, description=text)
-    for name in ("a", "b"):
-        compare.add_argument(name, metavar=name.upper(), help="a run_dir of fit, or its upload")
-    text = "the relative difference of metrics that is allowed; compares metrics alone"
-    compare.add_argument("--rtol", type=float, default=0.0, metavar="X", help=text)
-    text = "print the result as JSON"
-    compare.add_argument("--json", action="store_true", help=text)
-    text = "run their steps again, with what make(config) -> (state, step, batches) returns"
-    compare.add_argument("--replay", metavar="script.py:make", help=text)
-    text = "write report.html and metrics.csv of a run, or one page that compares several runs"
-    report = verbs.add_parser("report", help=text, description=text)
-    report.add_argument("runs", nargs="+", metavar="RUN_DIR", help="a run_dir of fit")
-    text = (
-        "the page to write, and nothing else (default: report.html in the directory of the run or, "
-        "for several runs, in the parent directory of the first)"
-    )
-    report.add_argument("--out", metavar="FILE", help=text)
-    text = "rewrite names of version 0.2, which work until 0.4, as they are now"
-    rename = verbs.add_parser("rename", help=text, description=text)
-    rename.add_argument("files", nargs="+", metavar="FILE", help="a .py, .ipynb or .md file")
-    text = "print what would change without writing, with exit code 1 if that is anything"
-    rename.add_argument("--check", action="store_true", help=text)
+    _add_evaluate(verbs)
+    _add_diff(verbs)
+    _add_report(verbs)
+    _add_rename(verbs)
     options = parser.parse_args(arguments)
     if options.verb == "launch":
         return launcher.run(launcher.launch_from(options, launch))
@@ -105,6 +74,53 @@ def main(arguments: Sequence[str]) -> int:
         print(error, file=sys.stderr)  # noqa: T201  this is a command
         return 2 if isinstance(error, ConfigError) or options.verb == "diff" else 1
     return 0
+
+
+def _add_evaluate(verbs: Any) -> None:
+    text = "evaluate each checkpoint of a run as it appears, until the run ends"
+    evaluate = verbs.add_parser("evaluate", help=text, description=text)
+    text = "where to find make() -> (state, evaluations)"
+    evaluate.add_argument("function", metavar="script.py:make", help=text)
+    text = "a run_dir of fit, or the directory or URL of checkpoints"
+    evaluate.add_argument("run_dir", metavar="RUN_DIR", help=text)
+    text = "evaluate all steps, rather than the newest of those that wait"
+    evaluate.add_argument("--all", action="store_true", help=text)
+    text = "evaluate what is there, and do not wait for more"
+    evaluate.add_argument("--once", action="store_true", help=text)
+    text = "seconds without a new checkpoint after which to end"
+    evaluate.add_argument("--timeout", type=float, metavar="SECONDS", help=text)
+
+
+def _add_diff(verbs: Any) -> None:
+    text = "say where two runs part, and what may be the cause"
+    compare = verbs.add_parser("diff", help=text, description=text)
+    for name in ("a", "b"):
+        compare.add_argument(name, metavar=name.upper(), help="a run_dir of fit, or its upload")
+    text = "the relative difference of metrics that is allowed; compares metrics alone"
+    compare.add_argument("--rtol", type=float, default=0.0, metavar="X", help=text)
+    text = "print the result as JSON"
+    compare.add_argument("--json", action="store_true", help=text)
+    text = "run their steps again, with what make(config) -> (state, step, batches) returns"
+    compare.add_argument("--replay", metavar="script.py:make", help=text)
+
+
+def _add_report(verbs: Any) -> None:
+    text = "write report.html and metrics.csv of a run, or one page that compares several runs"
+    report = verbs.add_parser("report", help=text, description=text)
+    report.add_argument("runs", nargs="+", metavar="RUN_DIR", help="a run_dir of fit")
+    text = (
+        "the page to write, and nothing else (default: report.html in the directory of the run or, "
+        "for several runs, in the parent directory of the first)"
+    )
+    report.add_argument("--out", metavar="FILE", help=text)
+
+
+def _add_rename(verbs: Any) -> None:
+    text = "rewrite names of version 0.2, which work until 0.4, as they are now"
+    rename = verbs.add_parser("rename", help=text, description=text)
+    rename.add_argument("files", nargs="+", metavar="FILE", help="a .py, .ipynb or .md file")
+    text = "print what would change without writing, with exit code 1 if that is anything"
+    rename.add_argument("--check", action="store_true", help=text)
 
 
 def _diff(options: argparse.Namespace) -> int:

@@ -119,7 +119,7 @@ def llama(layers, width, hidden, keys):
 
 
 @pytest.mark.parametrize(
-    ("devices", "plain", "balanced", "bytes_sent"), [(8, 1.0, 1.0, 1.0), (64, 1.23, 1.03, 1.4)]
+    ("devices", "plain", "balanced", "bytes_sent"), [(8, 1.0, 1.0, 1.0), (64, 1.205, 1.02, 1.39)]
 )
 def test_balance_shares_out_the_work_of_many_devices(devices, plain, balanced, bytes_sent):
     """Of Llama 7B: the busiest device over the mean, and the bytes over those of the matrices."""
@@ -127,7 +127,7 @@ def test_balance_shares_out_the_work_of_many_devices(devices, plain, balanced, b
     mesh = jax.sharding.AbstractMesh((devices,), ("x",))
     shapes, counts = llama(32, 4096, 11008, 4096)
     groups = [
-        module._Group(mesh, shape, (("x",), ()), (), counts[name], [], [])
+        module._Group(mesh, shape, (("x",), ()), (), counts[name], {})
         for name, shape in shapes.items()
     ]
     groups.sort(key=lambda group: -module._cost(group.shape))
@@ -146,7 +146,7 @@ def test_balance_shares_out_the_work_of_many_devices(devices, plain, balanced, b
             sorted(home[home >= 0]) == [*range(group.num_matrices)]
             for group, home in zip(groups, homes, strict=True)
         )
-    assert found[False][0] <= plain * 1.005
+    assert found[False][0] == pytest.approx(plain, abs=1e-3)
     assert found[True][0] <= balanced
     assert found[True][1] <= bytes_sent
     assert found[True][0] <= found[False][0]

@@ -71,8 +71,10 @@ def fails(start, folder, where, process, others, kind):
             self.step = event.step
             happens("log" if event.kind == "train" else "evaluated", event.step)
 
-        def end_epoch(self, epoch):
-            happens("epoch")
+        if kind != "generator":  # which has no epochs
+
+            def end_epoch(self, epoch):
+                happens("epoch")
 
         def flush(self):
             happens("save", self.step)

@@ -82,16 +82,16 @@ def already_exists(location: Any, step: int) -> str:
 
 
 @contextmanager
-def converted_errors(path: Path, problem: str) -> Iterator[None]:
+def converted_errors(
+    path: Path, problem: str, advice: str = "change the permission, or make room"
+) -> Iterator[None]:
     """Convert an `OSError` to a `CheckpointError`: it does not mean that a step is damaged."""
     try:
         yield
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: {problem}: {error.strerror or error}; change the permission, or make room"
-        ) from error
+        raise CheckpointError(f"{path}: {problem}: {error.strerror or error}; {advice}") from error
 
 
 def names_in(folder: Path) -> list[str]:

@@ -132,7 +132,7 @@ def diff(
 def _compare_metrics(
     first: RunRecord, second: RunRecord, rtol: float
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Find the first row that differs. Return fields of the result, and what was compared."""
+    """Return fields of the result for the first row that differs, and what was compared."""
     differing: dict[str, tuple[np.ndarray, ...]] = {}  # the columns from the first difference on
     compared = set[float]()
     for name in first.curves.keys() & second.curves.keys():

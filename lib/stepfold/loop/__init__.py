@@ -12,18 +12,14 @@ from stepfold.lazy import attach
 
 if TYPE_CHECKING:
     from stepfold.loop.evaluate import Evaluation, evaluate
-    from stepfold.loop.events import Event, GoBack, Nonfinite, Replace, Reweight, Stop
+    from stepfold.loop.events import Event, Stop
     from stepfold.loop.fold import iterate
     from stepfold.loop.hook import Hook, Sink
 
 __all__ = [
     "Evaluation",
     "Event",
-    "GoBack",
     "Hook",
-    "Nonfinite",
-    "Replace",
-    "Reweight",
     "Sink",
     "Stop",
     "evaluate",
@@ -33,7 +29,7 @@ __getattr__, __dir__ = attach(
     __name__,
     {
         "loop.evaluate": "Evaluation evaluate",
-        "loop.events": "Event GoBack Nonfinite Replace Reweight Stop",
+        "loop.events": "Event Stop",
         "loop.fold": "iterate",
         "loop.hook": "Hook Sink",
     },

@@ -116,7 +116,7 @@ class Remote(Protocol):
     def end(self, run: Run) -> None: ...
     def is_due(self, run: Run) -> bool: ...
     def take(self, run: Run, setup: "Setup") -> Run:
-        """Show hooks the next result. If there is none, return the run unchanged."""
+        """Show hooks the next result; without one, return the same run."""
 
     def awaits(self, run: Run) -> Sequence[str]:
         """Return the evaluations that a checkpoint of the step awaits."""

@@ -34,8 +34,8 @@ class WaitInterrupted(BaseException):
 class Inbox:
     """Requests from outside the fold, until the fold takes them between two steps.
 
-    Several processes must act on the same requests after the same steps. The fold therefore calls a
-    method wherever they have to agree; a single process takes what has come:
+    Several processes must act on the same requests after the same steps, so the fold calls a method
+    at each point of agreement. With a single process, each of them takes the requests so far:
 
     - `poll_votes` between two stretches, and `poll_votes_after_visit`. Several processes dispatch a
       vote and read the previous one, without waiting.

@@ -326,7 +326,7 @@ class History(dict[str, Curve]):
         self._are_read = set[str]()  # names of curves
 
     def curve(self, name: str) -> Curve:
-        """Return a curve, without reading the others; empty if there is none."""
+        """Return one curve without reading the others; an unknown metric has an empty one."""
         if self._read is not None and name not in self._are_read:
             self._prepend(self._read(name))
             self._are_read.add(name)

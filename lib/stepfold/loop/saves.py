@@ -21,10 +21,10 @@ _SLOW_SAVES = 30.0  # seconds in saves, from which on a fifth of the time is wor
 
 
 Due = SaveKind | Literal["metadata"]
-"""What a save at a step writes: the state, as a checkpoint of a kind, or metadata.
+"""What a save writes: the state, as a checkpoint of some kind, or only metadata.
 
-Metadata is what was measured after the state was saved. Requested saves, and those that an
-evaluation needs, do not count as scheduled where old steps are deleted.
+Metadata is measured after the save of the state, such as a late evaluation. Retention counts
+requested saves, and those for an evaluation, apart from scheduled ones.
 """
 
 

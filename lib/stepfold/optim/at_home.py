@@ -71,20 +71,16 @@ def at_home(
         groups = _group(updates, shardings, function)
         mesh = groups[0].mesh
         homes = _assign(groups, mesh, balance=balance)
-        specs = [None] * len(leaves)
-        for group in groups:
-            for index, spec in zip(group.leaves, group.specs, strict=True):
-                specs[index] = spec  # type: ignore[call-overload]
+        by_leaf = {index: spec for group in groups for index, spec in group.specs.items()}
+        specs = [by_leaf[index] for index in range(len(leaves))]
 
         def on_device(leaves: list[jax.Array]) -> list[jax.Array]:
-            results = [*leaves]
+            results = dict[int, jax.Array]()
             for group, home in zip(groups, homes, strict=True):
-                mine = [leaves[index] for index in group.leaves]
-                for index, result in zip(
-                    group.leaves, _apply(function, group, home, mine), strict=True
-                ):
-                    results[index] = result
-            return results
+                parts = [leaves[index] for index in group.specs]
+                applied = _apply(function, group, home, parts)
+                results |= zip(group.specs, applied, strict=True)
+            return [results[index] for index in range(len(leaves))]
 
         apply = jax.shard_map(
             on_device, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False
@@ -129,8 +125,7 @@ class _Group(NamedTuple):
     over: tuple[tuple[str, ...], tuple[str, ...]]  # the axes that shard rows and columns
     others: tuple[str, ...]  # the axes over which the matrices are replicated
     num_matrices: int  # of a device, whole or in part
-    leaves: list[int]  # the positions of the leaves
-    specs: list[PartitionSpec]
+    specs: dict[int, PartitionSpec]  # of the leaves, by their positions
 
     @property
     def home_axes(self) -> tuple[str, ...]:
@@ -178,11 +173,10 @@ def _group(updates: Any, shardings: dict[str, NamedSharding], function: Any) -> 
         key = (x.shape[-2:], over, stack, x.dtype)
         if key not in groups:
             _check_result(function, path, jax.ShapeDtypeStruct(x.shape[-2:], x.dtype))
-            groups[key] = _Group(mesh, x.shape[-2:], over, others, 0, [], [])
+            groups[key] = _Group(mesh, x.shape[-2:], over, others, 0, {})
         count = math.prod(x.shape[:-2]) // math.prod(shards[:-2])
         group = groups[key]
-        group.leaves.append(index)
-        group.specs.append(PartitionSpec(*split))
+        group.specs[index] = PartitionSpec(*split)
         groups[key] = group._replace(num_matrices=group.num_matrices + count)
     return sorted(groups.values(), key=lambda group: -_cost(group.shape))
 
@@ -242,27 +236,27 @@ def _apply(
     if not np.array_equal(order, np.arange(len(parts))):
         parts = jnp.concatenate([parts, jnp.zeros_like(parts[:1])])[order]  # -1 is the zero matrix
     whole = _send_home(group, parts)
-    has_matrix = jnp.asarray(homes >= 0)[_home_index(group)]
+    home = lax.axis_index(group.home_axes) if group.home_axes else 0
+    has_matrix = jnp.asarray(homes >= 0)[home]
 
-    def one(index: jax.Array) -> Any:
+    is_full = bool((homes >= 0).all())
+
+    def alone(matrix: jax.Array) -> Any:
         # Barriers, since what a compiler fuses with products depends on the program around them.
-        matrix = whole[index]
-        if (homes >= 0).all():
-            return barrier(function(barrier(matrix)))
-        apply = lambda x: barrier(function(barrier(x)))
-        return lax.cond(has_matrix[index], apply, jnp.zeros_like, matrix)
+        return barrier(function(barrier(matrix)))
 
-    parts = _send_back(group, map_in_order(one, len(whole)))
+    def apply(index: jax.Array) -> Any:
+        if is_full:
+            return alone(whole[index])
+        return lax.cond(has_matrix[index], alone, jnp.zeros_like, whole[index])
+
+    parts = _send_back(group, map_in_order(apply, len(whole)))
     places = np.argsort(np.where(order < 0, len(order), order), kind="stable")[: group.num_matrices]
     if not np.array_equal(places, np.arange(len(parts))):
         parts = parts[places]
     ends = np.cumsum([math.prod(x.shape[:-2]) for x in leaves])[:-1]
     results = jnp.split(parts, [*ends])
     return [part.reshape(x.shape) for part, x in zip(results, leaves, strict=True)]
-
-
-def _home_index(group: _Group) -> Any:
-    return lax.axis_index(group.home_axes) if group.home_axes else 0
 
 
 def _send_home(group: _Group, parts: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.steps import locked, read_directory, sync
+from stepfold.checkpoint.steps import converted_errors, locked, read_directory, sync
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.transfers import allow_transfers
 from stepfold.errors import CheckpointError, refuse
@@ -24,6 +24,7 @@ from stepfold.json_files import has_form, read_json
 _INDEX = "predictions.json"
 _SHARD = re.compile(r"rows-\d{12}-\d{12}\.npz")
 _PART = ".part"  # ends the names of incomplete files
+_ADVICE = "make room or change the permission, and call predict again, which continues"
 
 
 def _is_dict(value: Any) -> bool:
@@ -78,7 +79,7 @@ class PredictionFiles:
 
     def _read(self) -> None:
         """Read what an earlier call has left, and delete its incomplete files."""
-        with _converted_errors(self._path, "read"):
+        with converted_errors(self._path, "cannot be read", _ADVICE):
             for part in self._path.glob(f".*{_PART}"):
                 part.unlink()
             files = sorted(name for name in os.listdir(self._path) if _SHARD.fullmatch(name))
@@ -105,7 +106,7 @@ class PredictionFiles:
 
     def _read_index(self) -> None:
         path = self._path / _INDEX
-        with _converted_errors(path, "read"):
+        with converted_errors(path, "cannot be read", _ADVICE):
             try:
                 self._index = read_json(path)
                 is_index = has_form(self._index, _FORM)
@@ -118,7 +119,7 @@ class PredictionFiles:
     def _check_file(self, path: Path, rows: int, *, is_last: bool) -> None:
         """Read a file, which a disk fault or a power loss may have damaged."""
         damage = ""
-        with _converted_errors(path, "read"):
+        with converted_errors(path, "cannot be read", _ADVICE):
             try:
                 # np.load leaves a damaged file open that it opens itself.
                 with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
@@ -240,7 +241,7 @@ def _comparable(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str
 def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file under another name, wait until it is on disk, and rename it."""
     part = path.with_name(f".{path.name}{_PART}")
-    with _converted_errors(path, "written"):
+    with converted_errors(path, "cannot be written", _ADVICE):
         try:
             with part.open("wb") as file:
                 write(file)
@@ -259,19 +260,6 @@ def _write_arrays(file: BinaryIO, arrays: Mapping[str, np.ndarray]) -> None:
         for name, array in arrays.items():
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
-
-
-@contextmanager
-def _converted_errors(path: Path, what: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be {what}: {error.strerror or error}; make room or change the "
-            "permission, and call predict again, which continues"
-        ) from error
 
 
 def fingerprint(arrays: Any) -> dict[str, int]:

@@ -93,7 +93,7 @@ class RemoteResults:
         return self._inbox.is_alone or self._is_scheduled(run)
 
     def take(self, run: Run, setup: Setup) -> Run:
-        """Show hooks the next result. If there is none, return the run unchanged."""
+        """Show hooks the next result; without one, return the same run."""
         self._inbox.track(self.name, run.step)
         if not self._queue and run.step != self._looked_at:
             self._looked_at = run.step

@@ -37,7 +37,7 @@ class SavedStep(NamedTuple):
 
 
 class RunData(NamedTuple):
-    """What the files of a run hold; `info` is the content of `run.json`, empty if there is none."""
+    """The content of the files of a run; `info` is that of `run.json`, or empty without one."""
 
     path: Path
     info: Mapping[str, Any]
